@@ -1,0 +1,105 @@
+"""The typed form of `additional_config["specx"]`; every error names the key, the value and the fix."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work; the message is one sentence that says what to change."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PoolConfig(_Strict):
+    """The memory that requests share: what finished requests generated."""
+
+    enabled: bool = True
+    max_tokens: Annotated[int, Field(ge=1024, le=2**28)] = 1_000_000
+    """Tokens kept over all pools; the least recently used are forgotten first."""
+
+
+class NgramConfig(_Strict):
+    """Keys of `specx:ngram`, the training-free lookahead."""
+
+    proposer: Literal["ngram"] = "ngram"
+    min_match: Annotated[int, Field(ge=1, le=64)] = 2
+    """The shortest context, in tokens, whose continuation is drafted."""
+    max_match: Annotated[int, Field(ge=1, le=64)] = 32
+    """Longer matches count as this long."""
+    min_probability: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
+    """Drafting stops where the estimated probability that the target still agrees falls below this;
+    unset, it follows the batch size."""
+    pool: PoolConfig = PoolConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _pool_switch(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and isinstance(data.get("pool"), bool | str):
+            switch = data["pool"]
+            if switch not in (True, False, "on", "off"):
+                raise ValueError("pool must be 'on', 'off' or a mapping of its keys")
+            return {**data, "pool": {"enabled": switch in (True, "on")}}
+        return data
+
+
+class StockConfig(_Strict):
+    """specx beside one of vLLM's own methods."""
+
+    proposer: Literal["stock"] = "stock"
+
+
+SpecxConfig = NgramConfig | StockConfig
+PROPOSERS: dict[str, type[NgramConfig] | type[StockConfig]] = {"ngram": NgramConfig, "stock": StockConfig}
+PLANNED = ("medusa", "eagle", "draft_model", "auto")
+DEFAULT_NUM_SPECULATIVE_TOKENS = {"ngram": 32}
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """A hint for a misspelt word: `; did you mean 'pool'?`, or what is known."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(sorted(known))}"
+
+
+def proposer_config(name: str) -> type[NgramConfig] | type[StockConfig]:
+    """The configuration class of a proposer by its name after `specx:`."""
+    if name in PROPOSERS:
+        return PROPOSERS[name]
+    usable = sorted(set(PROPOSERS) - {"stock"})
+    if name in PLANNED:
+        raise ConfigError(f"method 'specx:{name}' is not in this version; use one of: {', '.join('specx:' + n for n in usable)}.")
+    raise ConfigError(f"unknown method 'specx:{name}'; {nearest('specx:' + name, ['specx:' + n for n in usable])}")
+
+
+def parse(raw: Mapping[str, Any]) -> SpecxConfig:
+    """Validate the mapping under `additional_config["specx"]`.
+
+    Raises ConfigError: one sentence with the key, the value and the fix.
+    """
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"specx must be a mapping of keys, not {raw!r}.")
+    model = proposer_config(str(raw.get("proposer", "ngram")))
+    try:
+        return model.model_validate(dict(raw))
+    except ValidationError as error:
+        raise ConfigError(_sentence(error, model)) from None
+
+
+def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
+    first = error.errors()[0]
+    path = ".".join(str(part) for part in first["loc"]) or "specx"
+    if first["type"] == "extra_forbidden":
+        owner: type[BaseModel] = model
+        for part in first["loc"][:-1]:
+            annotation = owner.model_fields[str(part)].annotation
+            assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+            owner = annotation
+        return f"unknown key '{path}' in specx; {nearest(str(first['loc'][-1]), list(owner.model_fields))}"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"'{path}' in specx is {first['input']!r}, but: {message[:1].lower()}{message[1:]}."

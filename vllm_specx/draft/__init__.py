@@ -1,0 +1,1 @@
+"""Proposers: torch and numpy only, no vLLM import, so that each can be tested alone."""

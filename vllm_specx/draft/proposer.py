@@ -1,0 +1,56 @@
+"""What a proposer is given each step, and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_specx.draft.tree import DraftTree, IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """The state of one decode step after verification, for a batch of B requests.
+
+    request_ids: B ids; one id is one request for as long as it lives (also across preemption).
+    rows: int32 [B], the row of `token_ids` that holds request i.
+    token_ids: int32 [rows, max_model_len], prompt and output; a view, never write to it.
+    num_tokens: int32 [B], committed tokens of request i: token_ids[rows[i], :num_tokens[i]].
+    num_prompt_tokens: int32 [B].
+    sampled: B lists, the tokens this step committed (empty: still in prefill; draft nothing).
+    budgets: int32 [B], the most tokens request i may draft now; 0 means draft nothing.
+    temperatures: float32 [B]; 0 is greedy.
+    pools: B names of the memory the request shares; None shares nothing.
+    finished: ids of requests that have ended since the last step.
+    vocab_size: a drafted id must be below it.
+    hidden_states: [B, hidden] of the target, at each request's last accepted row; None unless the
+        proposer asks for them.
+    """
+
+    request_ids: Sequence[str]
+    rows: IntArray
+    token_ids: IntArray
+    num_tokens: IntArray
+    num_prompt_tokens: IntArray
+    sampled: Sequence[Sequence[int]]
+    budgets: IntArray
+    temperatures: npt.NDArray[np.float32]
+    pools: Sequence[str | None]
+    finished: Sequence[str]
+    vocab_size: int
+    hidden_states: torch.Tensor | None = None
+
+
+class Proposer(Protocol):
+    """Drafts tokens. No drafts is always a correct answer."""
+
+    needs_hidden_states: ClassVar[bool]
+
+    def propose(self, context: DraftContext) -> list[DraftTree]:
+        """One draft a request, in the order of `context.request_ids`."""
+        ...

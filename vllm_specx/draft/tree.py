@@ -1,0 +1,52 @@
+"""A draft: a tree of tokens that the target verifies in one forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+
+_CHAIN_PARENTS: IntArray = np.arange(-1, 511, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftTree:
+    """Drafted tokens in topological order, the best child first.
+
+    tokens: int32 [n], token ids.
+    parents: int32 [n], index of each token's parent, -1 for children of the last committed token.
+    A chain is the tree whose parents are i - 1. Any prefix of a tree is a tree.
+    """
+
+    tokens: IntArray
+    parents: IntArray
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int] | IntArray) -> DraftTree:
+        """A draft without branches."""
+        array = np.asarray(tokens, dtype=np.int32)
+        n = len(array)
+        parents = _CHAIN_PARENTS[:n] if n <= len(_CHAIN_PARENTS) else np.arange(-1, n - 1, dtype=np.int32)
+        return cls(array, parents)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every token has at most one child."""
+        return bool(np.array_equal(self.parents, np.arange(-1, len(self.parents) - 1)))
+
+    def first_path(self) -> IntArray:
+        """int32 [depth]: the tokens along the best child of each node."""
+        path: list[int] = []
+        node = -1
+        for i, parent in enumerate(self.parents):
+            if parent == node:
+                path.append(int(self.tokens[i]))
+                node = i
+        return np.asarray(path, dtype=np.int32)
+
+
+EMPTY_DRAFT = DraftTree.chain(())

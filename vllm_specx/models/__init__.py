@@ -1,0 +1,1 @@
+"""Models that come with the product, and where their checkpoints are kept."""
