@@ -56,7 +56,10 @@ class StockConfig(_Strict):
 
 
 SpecxConfig = NgramConfig | StockConfig
-PROPOSERS: dict[str, type[NgramConfig] | type[StockConfig]] = {"ngram": NgramConfig, "stock": StockConfig}
+PROPOSERS: dict[str, type[NgramConfig] | type[StockConfig]] = {
+    "ngram": NgramConfig,
+    "stock": StockConfig,
+}
 PLANNED = ("medusa", "eagle", "draft_model", "auto")
 DEFAULT_NUM_SPECULATIVE_TOKENS = {"ngram": 32}
 
@@ -73,8 +76,12 @@ def proposer_config(name: str) -> type[NgramConfig] | type[StockConfig]:
         return PROPOSERS[name]
     usable = sorted(set(PROPOSERS) - {"stock"})
     if name in PLANNED:
-        raise ConfigError(f"method 'specx:{name}' is not in this version; use one of: {', '.join('specx:' + n for n in usable)}.")
-    raise ConfigError(f"unknown method 'specx:{name}'; {nearest('specx:' + name, ['specx:' + n for n in usable])}")
+        raise ConfigError(
+            f"method 'specx:{name}' is not in this version; use one of: {', '.join('specx:' + n for n in usable)}."
+        )
+    raise ConfigError(
+        f"unknown method 'specx:{name}'; {nearest('specx:' + name, ['specx:' + n for n in usable])}"
+    )
 
 
 def parse(raw: Mapping[str, Any]) -> SpecxConfig:

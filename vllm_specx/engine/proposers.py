@@ -1,0 +1,74 @@
+"""What vLLM's `custom_class` builds in each worker: our proposers behind vLLM's interface."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from typing import Any
+
+from vllm_specx import config
+from vllm_specx.draft.proposer import Proposer
+from vllm_specx.engine import seams
+from vllm_specx.engine.guard import Guard
+from vllm_specx.engine.translate import SELECTED
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+
+class EngineProposer(ABC):
+    """Base of the classes that `--speculative-config` names; the runner keeps one as `drafter`.
+
+    A subclass says how its proposer is built; the step seam (engine/step.py) asks it for drafts.
+    """
+
+    name: str
+
+    def __init__(self, vllm_config: Any) -> None:
+        seams.activate_worker(vllm_config)
+        self.vllm_config = vllm_config
+        self.num_speculative_tokens: int = vllm_config.speculative_config.num_speculative_tokens
+        self.max_model_len: int = vllm_config.model_config.max_model_len
+        self.max_batch: int = vllm_config.scheduler_config.max_num_seqs
+        self.vocab_size: int = vllm_config.model_config.get_vocab_size()
+        self.guard = Guard(self.name)
+        self.requests: dict[str, Any] = {}
+        self.proposer = self.build()
+
+    @abstractmethod
+    def build(self) -> Proposer:
+        """The proposer; called once."""
+
+    def load_model(self, target_model: Any) -> None:  # noqa: B027
+        """Called by the runner after the target is loaded."""
+
+    def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
+        """vLLM's own call, which our seam replaces; reached only if the seam is gone."""
+        raise RuntimeError(
+            "vllm_specx: the step seam is not installed; is VLLM_PLUGINS hiding the plugin?"
+        )
+
+    def specx_config(self) -> config.SpecxConfig:
+        """The validated `additional_config["specx"]`."""
+        additional = self.vllm_config.additional_config
+        raw = additional.get(SELECTED, {}) if isinstance(additional, dict) else {}
+        return config.parse(raw)
+
+
+class NgramProposer(EngineProposer):
+    """`specx:ngram`, the training-free lookahead (draft/ngram.py)."""
+
+    name = "ngram"
+
+    def build(self) -> Proposer:
+        from vllm_specx.draft.ngram import NgramLookahead
+
+        settings = self.specx_config()
+        assert isinstance(settings, config.NgramConfig)
+        lookahead = NgramLookahead(
+            settings,
+            max_batch=self.max_batch,
+            max_model_len=self.max_model_len,
+            max_draft=self.num_speculative_tokens,
+        )
+        lookahead.warm_up()
+        return lookahead

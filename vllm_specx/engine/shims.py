@@ -1,0 +1,69 @@
+"""Mended faults of vLLM, each behind a probe that shows the fault before we touch anything."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+EXPAND_KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
+
+
+def expand_is_wrong() -> bool:
+    """Whether this vLLM's CPU rejection sampler loses the sampling parameters at T > 0.
+
+    vllm/utils/cpu_triton_utils.py `_expand_kernel_impl` (0.32, 0.33) writes into a copy of its
+    output when that is not int64, so temperature, top_p and top_k of drafted positions are whatever
+    the memory held. The probe expands into memory of its own, filled with another value.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    for dtype in (torch.float32, torch.int32, torch.int64):
+        output = torch.full((3,), 7, dtype=dtype)
+        values = torch.tensor([2, 5], dtype=dtype)
+        cumulative = torch.tensor([1, 3], dtype=torch.int32)
+        rejection_sampler.expand_kernel[(2,)](output, values, cumulative, 5, 4, MAX_NUM_TOKENS=128)
+        if output.tolist() != [2, 4, 4]:
+            return True
+    return False
+
+
+def expand_kernel(
+    output: torch.Tensor,
+    input_val: torch.Tensor,
+    cu_num_tokens: torch.Tensor,
+    replace_from: float,
+    replace_to: float,
+    MAX_NUM_TOKENS: Any = None,
+) -> None:
+    """Repeat each request's value by its number of draft tokens, into `output` itself.
+
+    output: [total drafts]; input_val: [batch], the same dtype; cu_num_tokens: int [batch], cumulative.
+    """
+    values = torch.where(
+        input_val == replace_from, torch.full_like(input_val, replace_to), input_val
+    )
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    expanded = torch.repeat_interleave(values, counts)
+    output[: expanded.shape[0]] = expanded
+
+
+def mend_expand_kernel() -> bool:
+    """Stock fault 1: register a right `expand_kernel` on a CPU whose own is wrong.
+
+    Goes when `expand_is_wrong()` is False on every supported vLLM. Returns whether it was needed.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu() or not expand_is_wrong():
+        return False
+    from vllm.triton_utils.dispatcher import register_kernels
+
+    register_kernels({EXPAND_KERNEL: expand_kernel})
+    logger.info(
+        "vllm_specx: mended vLLM's CPU rejection sampler, which is wrong at temperature > 0."
+    )
+    return True

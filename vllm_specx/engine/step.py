@@ -1,0 +1,189 @@
+"""One step: the runner's state -> DraftContext -> proposer -> drafts in vLLM's lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from vllm_specx.draft.proposer import DraftContext
+from vllm_specx.draft.tree import DraftTree, IntArray
+from vllm_specx.engine.pools import pool_of
+from vllm_specx.engine.proposers import EngineProposer
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What does not change while a request lives. `state` is the runner's object for it."""
+
+    state: Any
+    pool: str | None
+    last_length: int
+
+
+def propose_draft_token_ids(
+    original: Callable[..., Any],
+    runner: Any,
+    scheduler_output: Any,
+    sampled_token_ids: Any,
+    sampling_metadata: Any,
+    hidden_states: Any,
+    sample_hidden_states: Any,
+    aux_hidden_states: Any,
+    spec_decode_metadata: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """GPUModelRunner.propose_draft_token_ids: with one of our proposers, ours; else vLLM's own.
+
+    vLLM's `custom_class` passes neither request ids, K nor hidden states, hence this seam; it can
+    go when it does.
+    """
+    drafter = runner.drafter
+    if not isinstance(drafter, EngineProposer):
+        return original(
+            runner,
+            scheduler_output,
+            sampled_token_ids,
+            sampling_metadata,
+            hidden_states,
+            sample_hidden_states,
+            aux_hidden_states,
+            spec_decode_metadata,
+            *args,
+            **kwargs,
+        )
+    runner._draft_probs = None
+    runner._draft_prob_req_ids = None
+
+    def step() -> list[list[int]]:
+        context = build_context(
+            drafter,
+            runner,
+            scheduler_output,
+            sampled_token_ids,
+            sample_hidden_states,
+            spec_decode_metadata,
+        )
+        return to_lists(drafter.proposer.propose(context), context)
+
+    nothing: list[list[int]] = [[] for _ in sampled_token_ids]
+    return drafter.guard.run(step, nothing)
+
+
+def input_fits_in_drafter(
+    original: Callable[..., bool], runner: Any, common_attn_metadata: Any
+) -> bool:
+    """GPUModelRunner._input_fits_in_drafter: our budgets respect max_model_len request by request,
+    where vLLM stops drafting (and verifies zeros) for the whole batch once one request is near it."""
+    if isinstance(getattr(runner, "drafter", None), EngineProposer):
+        return common_attn_metadata is not None
+    return original(runner, common_attn_metadata)
+
+
+def build_context(
+    drafter: EngineProposer,
+    runner: Any,
+    scheduler_output: Any,
+    sampled_token_ids: Sequence[Sequence[int]],
+    sample_hidden_states: torch.Tensor,
+    spec_decode_metadata: Any,
+) -> DraftContext:
+    """The DraftContext of this step; see its docstring for shapes."""
+    batch = runner.input_batch
+    size = len(sampled_token_ids)
+    request_ids = batch.req_ids[:size]
+    num_tokens = batch.num_tokens_no_spec[:size]
+    known, finished = _follow(drafter, runner, request_ids)
+    most = np.fromiter((k.last_length for k in known), np.int64, size) - num_tokens - 1
+    budgets = np.clip(most, 0, scheduler_output.num_spec_tokens_to_schedule).astype(np.int32)
+    for i, sampled in enumerate(sampled_token_ids):
+        if not sampled:
+            budgets[i] = 0
+    return DraftContext(
+        request_ids=request_ids,
+        rows=np.arange(size, dtype=np.int32),
+        token_ids=batch.token_ids_cpu,
+        num_tokens=num_tokens,
+        num_prompt_tokens=batch.num_prompt_tokens[:size],
+        sampled=sampled_token_ids,
+        budgets=budgets,
+        temperatures=batch.temperature_cpu[:size],
+        pools=[k.pool for k in known],
+        finished=finished,
+        vocab_size=drafter.vocab_size,
+        hidden_states=(
+            _last_accepted_rows(sampled_token_ids, sample_hidden_states, spec_decode_metadata)
+            if drafter.proposer.needs_hidden_states
+            else None
+        ),
+    )
+
+
+def _follow(
+    drafter: EngineProposer, runner: Any, request_ids: Sequence[str]
+) -> tuple[list[_Known], list[str]]:
+    """What is known of the batch's requests, and which of the earlier ones have ended."""
+    live = runner.requests
+    mine: dict[str, _Known] = drafter.requests
+    finished = [request_id for request_id in mine if request_id not in live]
+    for request_id in finished:
+        del mine[request_id]
+    known = []
+    for request_id in request_ids:
+        entry = mine.get(request_id)
+        state = live[request_id]
+        if entry is None or entry.state is not state:
+            entry = mine[request_id] = _first_sight(state, drafter.max_model_len)
+        known.append(entry)
+    return known, finished
+
+
+def _first_sight(state: Any, max_model_len: int) -> _Known:
+    params = state.sampling_params
+    last = max_model_len
+    if params is not None and params.max_tokens is not None:
+        last = min(last, state.num_prompt_tokens + params.max_tokens)
+    return _Known(state, pool_of(params.extra_args if params is not None else None), last)
+
+
+def _last_accepted_rows(
+    sampled: Sequence[Sequence[int]], sample_hidden_states: torch.Tensor, metadata: Any
+) -> torch.Tensor:
+    """[batch, hidden]: the target's hidden state that produced each request's last committed token.
+
+    As the medusa branch of vLLM 0.32's propose_draft_token_ids; requests in prefill get the first row.
+    """
+    if metadata is None or sample_hidden_states.shape[0] == len(sampled):
+        return sample_hidden_states
+    drafts = np.asarray(metadata.num_draft_tokens)
+    starts = np.cumsum(drafts + 1) - (drafts + 1)
+    accepted = np.fromiter((max(len(tokens) - 1, 0) for tokens in sampled), np.int64, len(sampled))
+    rows = torch.from_numpy(starts + accepted).to(sample_hidden_states.device, non_blocking=True)
+    return sample_hidden_states[rows]
+
+
+def to_lists(trees: Sequence[DraftTree], context: DraftContext) -> list[list[int]]:
+    """vLLM's drafts: within budget, and cut before the first id outside the vocabulary."""
+    if len(trees) != len(context.request_ids):
+        raise ValueError(
+            f"the proposer answered {len(trees)} drafts for {len(context.request_ids)} requests"
+        )
+    return [
+        _valid(tree, int(budget), context.vocab_size)
+        for tree, budget in zip(trees, context.budgets, strict=True)
+    ]
+
+
+def _valid(tree: DraftTree, budget: int, vocab_size: int) -> list[int]:
+    if budget <= 0 or len(tree.tokens) == 0:
+        return []
+    path: IntArray = tree.tokens if tree.is_chain else tree.first_path()
+    tokens: list[int] = path[:budget].tolist()
+    for i, token in enumerate(tokens):
+        if not 0 <= token < vocab_size:
+            return tokens[:i]
+    return tokens
