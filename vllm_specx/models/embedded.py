@@ -80,7 +80,7 @@ def checkpoint(model: str) -> Path:
     name = model.removeprefix(PREFIX)
     if name not in MODELS:
         known = [PREFIX + each for each in MODELS]
-        raise ConfigError(f"there is no embedded model '{name}'; {nearest(PREFIX + name, known)}.")
+        raise ConfigError(f"there is no embedded model '{name}'; {nearest(PREFIX + name, known)}")
     folder = cache_root() / name
     if _complete(folder):
         return folder

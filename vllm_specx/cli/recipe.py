@@ -1,0 +1,106 @@
+"""Recipes: one YAML file a pairing of model, speculation and vLLM flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+import vllm_specx
+from vllm_specx.config import ConfigError, nearest
+
+SUFFIXES = (".yaml", ".yml")
+OWN_FLAGS = {
+    "model": "model",
+    "speculative-config": "speculative",
+    "served-model-name": "served_model_name",
+}
+"""Flags of vllm serve that have a place of their own in a recipe."""
+
+Flag = str | int | float | bool | list[Any] | dict[str, Any] | None
+
+
+class Recipe(BaseModel):
+    """What `vllm-specx serve` needs to know; unknown keys are refused.
+
+    vllm: flags of `vllm serve` without their dashes. true and false switch a flag on and off, a
+    list is given as several values, a mapping as JSON, null leaves the flag out.
+    speculative: the `--speculative-config` mapping; null serves without speculation.
+    env: environment variables, for those that the caller has not set.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(min_length=1)]
+    description: str = ""
+    model: Annotated[str, Field(min_length=1)] | None = None
+    served_model_name: Annotated[str, Field(min_length=1)] | None = None
+    speculative: dict[str, Any] | None
+    vllm: dict[str, Flag] = {}
+    env: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], str | int] = {}
+
+    @field_validator("vllm", mode="before")
+    @classmethod
+    def _flag_names(cls, flags: Any) -> Any:
+        if not isinstance(flags, dict):
+            return flags
+        named = {str(name).lstrip("-").replace("_", "-"): value for name, value in flags.items()}
+        for name in named:
+            if name in OWN_FLAGS:
+                raise ValueError(f"write {name} as the key '{OWN_FLAGS[name]}' of the recipe")
+        return named
+
+
+def folder() -> Path:
+    """The recipes that come with the checkout."""
+    return Path(vllm_specx.__file__).parent.parent / "recipes"
+
+
+def names() -> list[str]:
+    """The names of the recipes in `folder()`."""
+    return sorted(file.stem for file in folder().glob("*") if file.suffix in SUFFIXES)
+
+
+def find(recipe: str) -> Path:
+    """The file of a recipe given as a path or as a name in `folder()`."""
+    if (path := Path(recipe).expanduser()).is_file():
+        return path
+    for suffix in ("", *SUFFIXES):
+        if "/" not in recipe and (path := folder() / f"{recipe}{suffix}").is_file():
+            return path
+    if "/" in recipe or recipe.endswith(SUFFIXES):
+        near = nearest(Path(recipe).stem, names())
+        raise ConfigError(f"there is no recipe file '{recipe}'; {near}")
+    raise ConfigError(f"there is no recipe '{recipe}'; {nearest(recipe, names())}")
+
+
+def load(path: Path) -> Recipe:
+    """Read and validate a recipe. Raises ConfigError, one sentence that names file, key and fix."""
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "it cannot be parsed"
+        raise ConfigError(f"{path}{place} is not valid YAML: {problem}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} is not a recipe: it must be a mapping with the key 'name'.")
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_sentence(error)}") from None
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"] if part != "[key]")
+    if first["type"] == "extra_forbidden":
+        return f"unknown key '{key}'; {nearest(key, list(Recipe.model_fields))}"
+    if first["type"] == "missing":
+        return f"the key '{key}' is missing."
+    message = first["msg"].removeprefix("Value error, ")
+    return f"'{key}' is {first['input']!r}, but {message[:1].lower()}{message[1:]}."

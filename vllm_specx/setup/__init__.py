@@ -1,0 +1,1 @@
+"""Setting up a machine. Runs before anything is installed, so: the standard library only."""
