@@ -117,6 +117,6 @@ def kv_cache_gib(free: int) -> int:
     return max(1, min(4, free // 4 // GIB))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and is_cpu_vllm():
     for name, value in environment(os.environ)[0].items():
         print(f"{name}={value}")
