@@ -1,0 +1,1 @@
+"""Comparisons on the real engine, and the prompts and scenarios they run."""

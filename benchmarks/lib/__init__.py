@@ -1,0 +1,1 @@
+"""Parts of the harness, one idea a file."""

