@@ -35,7 +35,10 @@ class NgramConfig(_Strict):
     """Longer matches count as this long."""
     min_probability: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     """Drafting stops where the estimated probability that the target still agrees falls below this;
-    unset, it follows the batch size."""
+    unset, drafts are as long as makes the most accepted tokens per unit of time (token_cost)."""
+    token_cost: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Time to verify one more token, in units of the fixed part of a decode step; unset, 0.05 on a
+    CPU and 0.005 on a GPU."""
     pool: PoolConfig = PoolConfig()
 
     @model_validator(mode="before")

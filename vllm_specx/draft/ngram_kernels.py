@@ -1,0 +1,654 @@
+"""The compiled part of the n-gram lookahead: index, matching, voting, calibration, draft length.
+
+Everything numba compiles is in this one file, because numba's cache notices a change of the file
+that holds a function, and not a change of the files that hold what it calls.
+
+The index is hash chains, as in LZ77 compressors: for windows of several lengths (`levels`), `head`
+holds the latest place where a window with that hash ended and `prev` the place before it. A place
+is written as c, the position of the token that FOLLOWS the window, so 0 means none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import numba
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+LongArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def compiled(function: _F) -> _F:
+    """Compile for the CPU, and keep the result on disk where some cache folder is writable."""
+    try:
+        return numba.njit(function, cache=True, nogil=True)  # type: ignore[no-any-return]
+    except RuntimeError:
+        return numba.njit(function, nogil=True)  # type: ignore[no-any-return]
+
+
+BARRIER = np.int32(-(2**31))
+"""Stands between the pool's documents; equal to no token."""
+
+# Fields of a request's record: int64 [requests, FIELDS].
+OFFSET, CAPACITY, LENGTH, PROMPT, POOL, SHADOW, LEAD_SOURCE, LEAD, LEAD_LENGTH = range(9)
+ALIGNED_SOURCE, ALIGNED, ANCHOR, AGREED, RUN, MISSES = range(9, 15)
+FIELDS = 15
+
+# Fields of the pool's state: int64 [POOL_FIELDS]. Positions only grow; position & mask is the place.
+TAIL, END, INDEXED, POOL_MASK, HEAD_MASK, DOC_MASK = range(6)
+POOL_FIELDS = 6
+
+# Fields of a document: int64 [documents, DOC_FIELDS].
+DOC_OUTPUT, DOC_END, DOC_POOL, DOC_USED = range(4)
+DOC_FIELDS = 4
+
+# Where a candidate comes from. The last two continue what the output followed before it departed.
+FROM_PROMPT, FROM_OUTPUT, FROM_POOL, ALIGNED_OWN, ALIGNED_POOL = range(5)
+SOURCES = 4
+LENGTH_BUCKETS = 12
+VOTE_BUCKETS = 7
+CELLS = SOURCES * LENGTH_BUCKETS * VOTE_BUCKETS
+
+MAX_WALK = 32
+"""Chain links followed at one level."""
+MAX_CANDIDATES = 24
+ENOUGH_CANDIDATES = 6
+"""Shorter matches are not looked at once there are this many."""
+FORGET_AT = 400.0
+"""Evidence in a cell beyond this fades."""
+BIAS_RATE = 0.35
+BIAS_DECAY = 0.98
+BIAS_LIMIT = 3.0
+MAX_MISSES = 8
+WINDOW = 12
+
+
+class Requests(NamedTuple):
+    """Per-request state. R request slots, A places in the arena, L levels, D draft depth.
+
+    record: int64 [R, FIELDS].
+    bias: float64 [R], added to the log-odds of every estimate for this request.
+    shadow_tokens, shadow_cells: int32 [R, D]; shadow_p: float64 [R, D]. What was predicted last
+        step, drafted or not, and with which estimates: the evidence for the calibration.
+    tokens: int32 [A]; prev: int32 [A, L]; head: int32 [A * L]. A request owns CAPACITY places
+        from OFFSET on.
+    """
+
+    record: LongArray
+    bias: FloatArray
+    shadow_tokens: IntArray
+    shadow_cells: IntArray
+    shadow_p: FloatArray
+    tokens: IntArray
+    prev: IntArray
+    head: IntArray
+
+
+class Shared(NamedTuple):
+    """The pool: a ring of documents with one index. P places, L levels, M documents, H heads.
+
+    state: int64 [POOL_FIELDS]; tokens: int32 [P]; document: int32 [P]; prev: int32 [P, L];
+    head: int32 [L, H]; documents: int64 [M, DOC_FIELDS].
+    """
+
+    state: LongArray
+    tokens: IntArray
+    document: IntArray
+    prev: IntArray
+    head: IntArray
+    documents: LongArray
+
+
+@compiled
+def _mix(h: int, n: int, seed: int) -> int:
+    """Finish the hash of n tokens; int64 arithmetic that wraps around."""
+    h = (h ^ (n * 1000003) ^ (seed * 40503)) * np.int64(-7046029254386353131)
+    return np.int64(h ^ (h >> np.int64(29))) * np.int64(-4658895280553007687) >> np.int64(33)
+
+
+@compiled
+def _insert_own(r: Requests, base: int, capacity: int, c: int, levels: LongArray) -> None:
+    """Index the windows of one request that end before position c."""
+    h = np.int64(0)
+    n = 0
+    mask = np.int64(capacity - 1)
+    place = base + c - 1
+    for level in range(levels.shape[0]):
+        length = levels[level]
+        if length > c:
+            r.prev[place, level] = 0
+            continue
+        while n < length:
+            h = h * np.int64(6364136223846793005) + np.int64(r.tokens[place - n]) + 1
+            n += 1
+        slot = base * levels.shape[0] + level * capacity + (_mix(h, n, np.int64(0)) & mask)
+        r.prev[place, level] = r.head[slot]
+        r.head[slot] = c
+
+
+@compiled
+def rebuild_own(r: Requests, slot: int, length: int, levels: LongArray) -> None:
+    """Index the first `length` tokens of a request anew."""
+    base = r.record[slot, OFFSET]
+    capacity = r.record[slot, CAPACITY]
+    r.head[base * levels.shape[0] : (base + capacity) * levels.shape[0]] = 0
+    for c in range(1, length + 1):
+        _insert_own(r, base, capacity, c, levels)
+    r.record[slot, LENGTH] = length
+
+
+@compiled
+def index_pool(s: Shared, quota: int, levels: LongArray) -> None:
+    """Index up to `quota` more of the pool's tokens.
+
+    Only windows that an output token follows are indexed, so nothing else is ever drafted.
+    """
+    mask = s.state[POOL_MASK]
+    c = max(s.state[INDEXED], s.state[TAIL])
+    end = s.state[END]
+    stop = min(end, c + quota)
+    while c < stop:
+        place = c & mask
+        document = s.documents[s.document[place]]
+        if c <= document[DOC_OUTPUT]:
+            c = document[DOC_OUTPUT] + 1
+            continue
+        if c >= document[DOC_END]:
+            c += 1
+            continue
+        h = np.int64(0)
+        n = 0
+        seed = document[DOC_POOL] + 1
+        last = (c - 1) & mask
+        fits = True
+        for level in range(levels.shape[0]):
+            while fits and n < levels[level]:
+                token = s.tokens[(c - 1 - n) & mask]
+                if token == BARRIER:
+                    fits = False
+                else:
+                    h = h * np.int64(6364136223846793005) + np.int64(token) + 1
+                    n += 1
+            if not fits:
+                s.prev[last, level] = 0
+                continue
+            slot = _mix(h, n, seed) & s.state[HEAD_MASK]
+            s.prev[last, level] = s.head[level, slot]
+            s.head[level, slot] = c
+        c += 1
+    s.state[INDEXED] = min(c, end)
+
+
+@compiled
+def length_bucket(length: int) -> int:
+    """1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, 17-24, 25-32, 33-48, 49 and more."""
+    if length <= 4:
+        return max(length, 1) - 1
+    if length <= 8:
+        return 4 if length <= 6 else 5
+    if length <= 16:
+        return 6 if length <= 12 else 7
+    if length <= 32:
+        return 8 if length <= 24 else 9
+    return 10 if length <= 48 else 11
+
+
+@compiled
+def aligned_bucket(agreed: int, run: int) -> int:
+    """By tokens agreed since the mismatch (0, 1, more) and the length of the match before it."""
+    first = min(agreed, 2) * 4
+    if run < 4:
+        return first
+    if run < 8:
+        return first + 1
+    return first + 2 if run < 16 else first + 3
+
+
+@compiled
+def vote_bucket(share: float, votes: int) -> int:
+    """All agree (one, two or three, more candidates), or by the winner's share of the weight."""
+    if share > 0.999:
+        if votes == 1:
+            return 0
+        return 1 if votes < 4 else 2
+    if share >= 0.85:
+        return 3
+    if share >= 0.65:
+        return 4
+    return 5 if share >= 0.45 else 6
+
+
+@compiled
+def _match_own(r: Requests, base: int, n: int, c: int, most: int) -> int:
+    m = 0
+    most = min(most, c)
+    while m < most and r.tokens[base + c - 1 - m] == r.tokens[base + n - 1 - m]:
+        m += 1
+    return m
+
+
+@compiled
+def _match_pool(r: Requests, s: Shared, base: int, n: int, c: int, most: int) -> int:
+    m = 0
+    most = min(most, n)
+    mask = s.state[POOL_MASK]
+    while m < most and s.tokens[(c - 1 - m) & mask] == r.tokens[base + n - 1 - m]:
+        m += 1
+    return m
+
+
+@compiled
+def find_candidates(
+    r: Requests,
+    s: Shared,
+    slot: int,
+    levels: LongArray,
+    max_match: int,
+    use_pool: bool,
+    source: LongArray,
+    place: LongArray,
+    length: LongArray,
+) -> int:
+    """Earlier places whose preceding tokens equal the request's last ones, longest level first.
+
+    source, place, length: int64 [MAX_CANDIDATES], filled with where each candidate comes from, the
+    position its continuation starts at, and its match length. Returns how many there are.
+    """
+    record = r.record[slot]
+    base = record[OFFSET]
+    n = record[LENGTH]
+    prompt = record[PROMPT]
+    count = 0
+    own_end = n - 1
+    pool = record[POOL]
+    searching_pool = use_pool and pool >= 0 and s.state[TAIL] < s.state[END]
+    hashes = np.zeros(levels.shape[0], np.int64)
+    if searching_pool:
+        h = np.int64(0)
+        taken = 0
+        for level in range(levels.shape[0]):
+            if levels[level] > n:
+                break
+            while taken < levels[level]:
+                h = h * np.int64(6364136223846793005) + np.int64(r.tokens[base + n - 1 - taken]) + 1
+                taken += 1
+            hashes[level] = _mix(h, taken, pool + 1)
+    for level in range(levels.shape[0] - 1, -1, -1):
+        if levels[level] > n:
+            continue
+        top = level == levels.shape[0] - 1
+        above = max_match + 1 if top else levels[level + 1]
+        own_room = min(MAX_CANDIDATES, count + MAX_CANDIDATES // 2)
+        c = r.prev[base + own_end, level]
+        steps = 0
+        while c > 0 and steps < MAX_WALK and count < own_room:
+            m = _match_own(r, base, n, c, max_match)
+            if m >= levels[level] and m < above:
+                source[count] = FROM_PROMPT if c < prompt else FROM_OUTPUT
+                place[count] = c
+                length[count] = m
+                count += 1
+            c = r.prev[base + c - 1, level]
+            steps += 1
+        if searching_pool:
+            c = s.head[level, hashes[level] & s.state[HEAD_MASK]]
+            steps = 0
+            while c > s.state[TAIL] and steps < MAX_WALK and count < MAX_CANDIDATES:
+                where = c & s.state[POOL_MASK]
+                if s.documents[s.document[where], DOC_POOL] == pool:
+                    m = _match_pool(r, s, base, n, c, max_match)
+                    if m >= levels[level] and m < above:
+                        source[count] = FROM_POOL
+                        place[count] = c
+                        length[count] = m
+                        count += 1
+                c = s.prev[(c - 1) & s.state[POOL_MASK], level]
+                steps += 1
+        if count >= ENOUGH_CANDIDATES:
+            break
+    return count
+
+
+@compiled
+def _source_token(r: Requests, s: Shared, slot: int, source: int, position: int) -> int:
+    """The token at a position of a source, or BARRIER where there is none (any more)."""
+    if position < 0:
+        return BARRIER
+    if source == FROM_POOL:
+        if position <= s.state[TAIL] or position >= s.state[END]:
+            return BARRIER
+        return s.tokens[position & s.state[POOL_MASK]]
+    if position >= r.record[slot, LENGTH]:
+        return BARRIER
+    return r.tokens[r.record[slot, OFFSET] + position]
+
+
+@compiled
+def _follow_alignment(r: Requests, s: Shared, slot: int, first: int, mismatch: int) -> None:
+    """Keep the place in the source that the output was following before it departed.
+
+    first: index of the first token committed this step; mismatch: how many of them agreed with
+    the prediction, or -1 if all that could be compared did.
+    """
+    record = r.record[slot]
+    base = record[OFFSET]
+    n = record[LENGTH]
+    if mismatch >= 0 and record[LEAD_SOURCE] >= 0:
+        run = record[LEAD_LENGTH] + mismatch
+        if record[ALIGNED_SOURCE] < 0 or run >= min(record[RUN], 6):
+            record[ALIGNED_SOURCE] = record[LEAD_SOURCE]
+            record[ANCHOR] = record[LEAD] + mismatch
+            record[ALIGNED] = record[ANCHOR]
+            record[AGREED] = 0
+            record[RUN] = run
+            record[MISSES] = 0
+            first += mismatch
+    source = record[ALIGNED_SOURCE]
+    if source < 0:
+        return
+    for i in range(first, n):
+        token = r.tokens[base + i]
+        if record[MISSES] > 0 and token == _source_token(r, s, slot, source, record[ALIGNED]):
+            record[ALIGNED] += 1
+            record[AGREED] += 1
+            continue
+        record[AGREED] = 0
+        record[MISSES] += 1
+        record[ALIGNED] = record[ANCHOR] + 1
+        for ahead in range(1, WINDOW):
+            other = _source_token(r, s, slot, source, record[ANCHOR] + ahead)
+            if other == BARRIER:
+                break
+            if other == token:
+                record[ALIGNED] = record[ANCHOR] + ahead + 1
+                record[AGREED] = 1
+                break
+    if record[MISSES] > MAX_MISSES or record[AGREED] > WINDOW:
+        record[ALIGNED_SOURCE] = -1
+
+
+@compiled
+def estimate(cells: FloatArray, cell: int, bias: float) -> float:
+    """The probability that the target agrees, in a cell of the table, for a request."""
+    p = cells[cell, 0] / (cells[cell, 0] + cells[cell, 1])
+    if bias == 0.0:
+        return p
+    return 1.0 / (1.0 + (1.0 - p) / p * np.exp(-bias))
+
+
+@compiled
+def learn(cells: FloatArray, cell: int, agreed: bool) -> None:
+    """Add one outcome to a cell: float64 [cells, 2], agreed and not; old evidence fades."""
+    total = cells[cell, 0] + cells[cell, 1]
+    if total > FORGET_AT:
+        cells[cell, 0] *= FORGET_AT / total
+        cells[cell, 1] *= FORGET_AT / total
+    cells[cell, 0 if agreed else 1] += 1.0
+
+
+@compiled
+def _learn_from_step(r: Requests, slot: int, first: int, cells: FloatArray) -> int:
+    """Compare the last prediction with what was committed from index `first` on.
+
+    Returns how many tokens agreed before the first that did not, or -1 if none disagreed.
+    """
+    record = r.record[slot]
+    base = record[OFFSET]
+    known = min(record[SHADOW], record[LENGTH] - first)
+    for j in range(known):
+        agreed = r.tokens[base + first + j] == r.shadow_tokens[slot, j]
+        learn(cells, r.shadow_cells[slot, j], agreed)
+        y = 1.0 if agreed else 0.0
+        bias = BIAS_DECAY * r.bias[slot] + BIAS_RATE * (y - r.shadow_p[slot, j])
+        r.bias[slot] = min(max(bias, -BIAS_LIMIT), BIAS_LIMIT)
+        if not agreed:
+            return j
+    return -1
+
+
+@compiled
+def _predict(
+    r: Requests,
+    s: Shared,
+    slot: int,
+    count: int,
+    source: LongArray,
+    place: LongArray,
+    length: LongArray,
+    token: IntArray,
+    weight: FloatArray,
+    depth: int,
+    floor: float,
+    vocab_size: int,
+    cells: FloatArray,
+    out: IntArray,
+    reach: FloatArray,
+) -> int:
+    """Follow the heaviest branch of the trie that the candidates' continuations form.
+
+    Writes the request's shadow (tokens, cells, estimates), `out` (tokens) and `reach` (the
+    probability that all tokens up to here are accepted), each up to `depth`; stops where reach
+    falls under `floor`. Returns how many tokens were predicted.
+    """
+    record = r.record[slot]
+    base = record[OFFSET]
+    n = record[LENGTH]
+    prompt = record[PROMPT]
+    mask = s.state[POOL_MASK]
+    bias = r.bias[slot]
+    cumulative = 1.0
+    lead = -1
+    done = 0
+    for d in range(depth):
+        alive = 0
+        same = True
+        total = 0.0
+        for i in range(count):
+            where = place[i] + d
+            if source[i] == FROM_POOL or source[i] == ALIGNED_POOL:
+                t = s.tokens[where & mask]
+            elif where < n:
+                t = r.tokens[base + where]
+            else:
+                t = out[where - n]
+            if t < 0 or t >= vocab_size:
+                continue
+            source[alive] = source[i]
+            place[alive] = place[i]
+            length[alive] = length[i]
+            weight[alive] = weight[i]
+            token[alive] = t
+            total += weight[alive]
+            same = same and t == token[0]
+            alive += 1
+        count = alive
+        if count == 0:
+            break
+        best = 0
+        best_weight = total
+        if not same:
+            best_weight = -1.0
+            for i in range(count):
+                seen = False
+                for j in range(i):
+                    seen = seen or token[j] == token[i]
+                if seen:
+                    continue
+                mine = 0.0
+                for j in range(i, count):
+                    if token[j] == token[i]:
+                        mine += weight[j]
+                if mine > best_weight:
+                    best_weight = mine
+                    best = i
+        chosen = token[best]
+        kept = 0
+        lead = 0
+        for i in range(count):
+            if token[i] == chosen:
+                source[kept] = source[i]
+                place[kept] = place[i]
+                length[kept] = length[i]
+                weight[kept] = weight[i]
+                if length[kept] > length[lead]:
+                    lead = kept
+                kept += 1
+        share = best_weight / total
+        count = kept
+        if source[lead] >= ALIGNED_OWN:
+            bucket = aligned_bucket(record[AGREED] + d, record[RUN])
+            kind = ALIGNED_OWN
+        else:
+            bucket = length_bucket(length[lead] + d)
+            kind = source[lead]
+        cell = (kind * LENGTH_BUCKETS + bucket) * VOTE_BUCKETS + vote_bucket(share, kept)
+        p = estimate(cells, cell, bias)
+        cumulative *= p
+        out[d] = chosen
+        reach[d] = cumulative
+        r.shadow_tokens[slot, d] = chosen
+        r.shadow_cells[slot, d] = cell
+        r.shadow_p[slot, d] = p
+        done = d + 1
+        if cumulative < floor:
+            break
+    record[SHADOW] = done
+    if done > 0:
+        kind = source[lead]
+        if kind >= ALIGNED_OWN:
+            kind = record[ALIGNED_SOURCE]
+            record[LEAD_LENGTH] = record[AGREED]
+        else:
+            record[LEAD_LENGTH] = length[lead]
+        record[LEAD_SOURCE] = kind
+        record[LEAD] = place[lead]
+        if kind == FROM_POOL:
+            s.documents[s.document[place[lead] & mask], DOC_USED] = 1
+    else:
+        record[LEAD_SOURCE] = -1
+    return done
+
+
+@compiled
+def step(
+    r: Requests,
+    s: Shared,
+    slots: LongArray,
+    rows: IntArray,
+    token_ids: IntArray,
+    num_tokens: LongArray,
+    num_sampled: LongArray,
+    levels: LongArray,
+    max_match: int,
+    vocab_size: int,
+    floor: float,
+    cells: FloatArray,
+    out: IntArray,
+    reach: FloatArray,
+    predicted: LongArray,
+) -> None:
+    """One decode step for a batch of B requests: learn, append to the index, predict.
+
+    slots: int64 [B], -1 for requests that draft nothing. out: int32 [B, D], reach: float64 [B, D]
+    and predicted: int64 [B] are filled with the predictions.
+    """
+    source = np.empty(MAX_CANDIDATES + 1, np.int64)
+    place = np.empty(MAX_CANDIDATES + 1, np.int64)
+    length = np.empty(MAX_CANDIDATES + 1, np.int64)
+    token = np.empty(MAX_CANDIDATES + 1, np.int32)
+    weight = np.empty(MAX_CANDIDATES + 1, np.float64)
+    depth = out.shape[1]
+    for b in range(slots.shape[0]):
+        predicted[b] = 0
+        slot = slots[b]
+        if slot < 0:
+            continue
+        record = r.record[slot]
+        row = token_ids[rows[b]]
+        n = num_tokens[b]
+        base = record[OFFSET]
+        seen = record[LENGTH]
+        same = seen <= n
+        if same:
+            for i in range(max(0, seen - 16), seen):
+                if r.tokens[base + i] != row[i]:
+                    same = False
+                    break
+        if not same:
+            r.head[base * levels.shape[0] : (base + record[CAPACITY]) * levels.shape[0]] = 0
+            record[SHADOW] = 0
+            record[LEAD_SOURCE] = -1
+            record[ALIGNED_SOURCE] = -1
+            seen = 0
+        capacity = record[CAPACITY]
+        for i in range(seen, n):
+            r.tokens[base + i] = row[i]
+            _insert_own(r, base, capacity, i + 1, levels)
+        record[LENGTH] = n
+        if seen > 0 and seen + num_sampled[b] == n:
+            mismatch = _learn_from_step(r, slot, seen, cells)
+            _follow_alignment(r, s, slot, seen, mismatch)
+        elif seen != n:
+            record[ALIGNED_SOURCE] = -1
+        count = find_candidates(r, s, slot, levels, max_match, True, source, place, length)
+        for i in range(count):
+            weight[i] = float(length[i]) * float(length[i])
+        if record[ALIGNED_SOURCE] >= 0 and record[MISSES] > 0:
+            pooled = record[ALIGNED_SOURCE] == FROM_POOL
+            fresh = _source_token(r, s, slot, record[ALIGNED_SOURCE], record[ALIGNED]) != BARRIER
+            for i in range(count):
+                if place[i] == record[ALIGNED] and (source[i] == FROM_POOL) == pooled:
+                    fresh = False
+            if fresh:
+                source[count] = ALIGNED_POOL if pooled else ALIGNED_OWN
+                place[count] = record[ALIGNED]
+                length[count] = 0
+                weight[count] = 4.0
+                count += 1
+        predicted[b] = _predict(
+            r, s, slot, count, source, place, length, token, weight, depth, floor, vocab_size,
+            cells, out[b], reach[b],
+        )  # fmt: skip
+
+
+@compiled
+def choose_lengths(
+    reach: FloatArray,
+    predicted: LongArray,
+    budgets: LongArray,
+    token_cost: float,
+    minimum: float,
+    lengths: LongArray,
+) -> None:
+    """How many of the predicted tokens to draft: the most accepted tokens per unit of time.
+
+    A step that verifies N tokens is taken to last 1 + token_cost * N, in units of the fixed part
+    of a step. Expected tokens over time is largest where every token is drafted whose probability of
+    being accepted is at least token_cost times that best ratio (Dinkelbach's iteration finds it).
+    minimum: if not negative, draft while reach is at least this instead.
+    lengths: int64 [B], the answer.
+    """
+    size = predicted.shape[0]
+    rate = 0.0
+    for _ in range(8):
+        bar = minimum if minimum >= 0.0 else rate * token_cost
+        gain = float(size)
+        tokens = size
+        for b in range(size):
+            k = 0
+            most = min(predicted[b], budgets[b])
+            while k < most and reach[b, k] >= bar:
+                gain += reach[b, k]
+                k += 1
+            lengths[b] = k
+            tokens += k
+        new_rate = gain / (1.0 + token_cost * tokens)
+        if minimum >= 0.0 or new_rate <= rate + 1e-9:
+            break
+        rate = new_rate
