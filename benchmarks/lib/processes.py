@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -80,7 +81,7 @@ class ProcessGroup:
                 fields = stat.read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            if int(fields[2]) == self.child.pid:
+            if int(fields[2]) == self.child.pid and fields[0] != "Z":
                 ticks += int(fields[11]) + int(fields[12])
         return ticks / os.sysconf("SC_CLK_TCK")
 
@@ -96,6 +97,9 @@ class ProcessGroup:
             self.child.wait(patience)
         self._signal(signal.SIGKILL)
         self.child.wait()
+        deadline = time.monotonic() + 5.0
+        while self.cpu_seconds() > 0.0 and time.monotonic() < deadline:
+            time.sleep(0.05)
 
     def last_error(self) -> str:
         """The line of the log that most likely says why the child ended."""

@@ -3,9 +3,9 @@
 A prompt file holds one JSON object a line:
 
     {"id": "rename-python", "task": "edit", "prompt": "Rename <<old>> to <<new>> ...",
-     "slots": {"old": ["total", "sum"], ...}, "system": "optional"}
+     "slots": {"old": ["total", "sum"], ...}, "example": ["a question", "its answer"]}
 
-Slots are filled in the order they are written; a text may name slots above it. A slot is
+The example, which may be left out, is shown as an earlier turn of the chat. Slots are filled in the order they are written; a text may name slots above it. A slot is
   a list of texts                          one of them
   {"int": [low, high]}                     a number, both ends included
   {"pool": "city"}                         a word of pools.json, never twice in one prompt
@@ -108,21 +108,21 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _messages(system: str | None, user: str) -> tuple[dict[str, str], ...]:
-    first = ({"role": "system", "content": system},) if system else ()
-    return (*first, {"role": "user", "content": user})
+def _messages(*turns: str) -> tuple[dict[str, str], ...]:
+    roles = ("user", "assistant")
+    return tuple({"role": roles[i % 2], "content": turn} for i, turn in enumerate(turns))
 
 
 def vary(line: Mapping[str, Any], seed: str, pools: Mapping[str, Sequence[str]]) -> Prompt:
     """One variant of a template; the same seed gives the same text on every machine."""
     slots = _Filler(f"{seed}/{line['id']}", pools).slots(line.get("slots", {}), {})
-    messages = _messages(line.get("system"), fill(line["prompt"], slots))
-    return Prompt(str(line["id"]), str(line.get("task", "")), messages)
+    turns = [fill(text, slots) for text in (*line.get("example", ()), line["prompt"])]
+    return Prompt(str(line["id"]), str(line.get("task", "")), _messages(*turns))
 
 
 def _question(line: Mapping[str, Any]) -> Prompt:
     return Prompt(
-        str(line["question_id"]), str(line.get("category", "")), _messages(None, line["turns"][0])
+        str(line["question_id"]), str(line.get("category", "")), _messages(line["turns"][0])
     )
 
 
