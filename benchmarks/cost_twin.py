@@ -54,6 +54,7 @@ def make_twin(layers: int = DEFAULT_LAYERS, base: Path | None = None) -> Path:
             try:
                 _write(source, layers, work)
                 work.chmod(0o755)
+                (work / _WEIGHTS).chmod(0o644)
                 work.rename(folder)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
