@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vllm_specx.setup import cpu, steps
-from vllm_specx.setup.stamp import CHECKOUT, Stamp
+from vllm_specx.setup.stamp import CHECKOUT, FILE, Stamp
 
 VENV = CHECKOUT / ".venv"
 ready = pytest.mark.skipif(
@@ -111,17 +111,11 @@ def test_a_stamp_counts_only_for_its_own_checkout_requirements_and_extras(tmp_pa
     }
     assert not Stamp(present.extras, present.checkout, "older").covers(wanted)
     assert not Stamp(present.extras, "/elsewhere", present.digest).covers(wanted)
-    (tmp_path / steps_file()).write_text('{"extras": ["cp')
+    (tmp_path / FILE).write_text('{"extras": ["cp')
     assert not Stamp.read(tmp_path).covers(wanted), "a torn stamp is none"
     present.write(tmp_path)
     Stamp.remove(tmp_path)
     assert not Stamp.read(tmp_path).covers(wanted), "an interrupted set-up is not believed"
-
-
-def steps_file() -> str:
-    from vllm_specx.setup import stamp
-
-    return stamp.FILE
 
 
 def test_vllm_finds_its_version_beside_the_cpu_build(tmp_path: Path) -> None:
@@ -141,6 +135,18 @@ def test_vllm_finds_its_version_beside_the_cpu_build(tmp_path: Path) -> None:
         steps.check_device(venv, "gpu")
     assert caught.value.status == 2
     steps.check_device(venv, "cpu")
+
+
+def test_a_python_without_venv_gets_the_package_to_install_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'ensurepip is not available' >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(steps.SetupError, match=r"apt install python3\.\d+-venv") as caught:
+        steps.create(tmp_path / "venv")
+    assert caught.value.status == 2
 
 
 def test_what_the_user_has_set_for_the_cpu_stays() -> None:
