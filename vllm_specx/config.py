@@ -29,15 +29,15 @@ class NgramConfig(_Strict):
     """Keys of `specx:ngram`, the training-free lookahead."""
 
     proposer: Literal["ngram"] = "ngram"
-    min_match: Annotated[int, Field(ge=1, le=64)] = 2
+    min_match: Annotated[int, Field(ge=1, le=64)] = 1
     """The shortest context, in tokens, whose continuation is drafted."""
-    max_match: Annotated[int, Field(ge=1, le=64)] = 32
+    max_match: Annotated[int, Field(ge=1, le=64)] = 64
     """Longer matches count as this long."""
     min_probability: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     """Drafting stops where the estimated probability that the target still agrees falls below this;
     unset, drafts are as long as makes the most accepted tokens per unit of time (token_cost)."""
     token_cost: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Time to verify one more token, in units of the fixed part of a decode step; unset, 0.05 on a
+    """Time to verify one more token, in units of the fixed part of a decode step; unset, 0.07 on a
     CPU and 0.005 on a GPU."""
     pool: PoolConfig = PoolConfig()
 

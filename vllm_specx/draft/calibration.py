@@ -1,46 +1,47 @@
-"""Estimated probabilities that are true: Beta counts by what is known of a prediction.
+"""Estimated probabilities that are true: logistic regression, learned online.
 
-A cell of the table is (source, match length, votes); it starts from a prior that a few dozen
-outcomes override, and old outcomes fade, so that the table follows the workload. Learning and
-look-up are compiled (ngram_kernels.py: learn, estimate); here is the table itself.
+A prediction has four features: its source with the match length, its source with how often the
+token is in the request already, its source with the vote, and how often predictions for this
+request came true lately. Each has a weight in log-odds; every prediction whose outcome is known,
+drafted or not, moves the weights (ngram_kernels.py: learn, estimate), so they follow the workload.
+Here is what they start from, fitted on greedy outputs of a small chat model (benchmarks/
+ngram_offline.py).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from vllm_specx.draft.ngram_kernels import (
-    ALIGNED_OWN,
-    CELLS,
-    FROM_OUTPUT,
-    FROM_POOL,
-    FROM_PROMPT,
-    LENGTH_BUCKETS,
-    SOURCES,
-    VOTE_BUCKETS,
-    FloatArray,
+from vllm_specx.draft.ngram_kernels import FloatArray
+
+# Rows: FROM_PROMPT, FROM_OUTPUT, FROM_POOL, aligned. Columns: the buckets of the kernels.
+_LENGTH = np.array(
+    [
+        [-1.85, -1.1, -0.5, -0.2, 0.0, 0.1, 0.3, 0.5, 0.9, 1.5, 1.6, 1.7],
+        [-1.15, -0.95, -0.45, 0.0, 0.0, 0.05, 0.1, 0.3, 0.8, 1.1, 1.3, 1.7],
+        [-1.7, -1.4, -0.9, -0.5, -0.4, -0.2, 0.3, 0.5, 0.7, 1.0, 1.6, 2.4],
+        [-1.6, -1.5, -1.5, -1.3, 0.1, 0.1, 0.0, 0.2, 0.3, 0.9, 1.0, 1.0],
+    ]
 )
+_COUNT = np.array(
+    [
+        [0.0, 0.4, 0.3, 0.5, 0.6, 0.3],
+        [0.0, 0.1, 0.15, 0.3, 0.6, 0.7],
+        [-0.75, -0.1, -0.1, 0.1, 0.35, 0.5],
+        [-1.35, -1.1, -0.7, -0.3, -0.2, 0.2],
+    ]
+)
+_VOTE = np.array(
+    [
+        [0.5, 1.3, 0.8, 0.6, -0.2, -0.3, -0.6],
+        [0.55, 1.45, 2.2, 0.7, -0.6, -0.95, -1.45],
+        [0.45, 1.2, 0.9, 0.45, -0.45, -0.95, -1.2],
+        [-1.0, -0.5, 0.0, -0.2, -0.5, -1.1, -0.8],
+    ]
+)
+_AGREEMENT = np.array([0.35, 0.4, 0.55, 0.7, 0.8, 0.95, 1.05, 1.15, 1.2, 1.5])
 
-PRIOR_STRENGTH = 6.0
-"""Outcomes that weigh as much as the prior."""
 
-_LENGTH = np.array([0.10, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.90, 0.94, 0.96, 0.97])
-_ALIGNED = np.array([0.20, 0.30, 0.40, 0.50, 0.35, 0.50, 0.65, 0.75, 0.60, 0.70, 0.80, 0.90])
-_VOTES = np.array([0.0, 0.3, 0.6, 0.0, -0.5, -1.0, -1.5])
-_SOURCE = {FROM_PROMPT: 0.0, FROM_OUTPUT: 0.2, FROM_POOL: 0.0, ALIGNED_OWN: 0.0}
-
-
-def prior() -> FloatArray:
-    """float64 [SOURCES, LENGTH_BUCKETS, VOTE_BUCKETS]: the probability before any evidence."""
-    table = np.empty((SOURCES, LENGTH_BUCKETS, VOTE_BUCKETS))
-    for source, shift in _SOURCE.items():
-        by_length = _ALIGNED if source == ALIGNED_OWN else _LENGTH
-        odds = np.log(by_length / (1 - by_length))[:, None] + _VOTES[None, :] + shift
-        table[source] = 1 / (1 + np.exp(-odds))
-    return table
-
-
-def new_table(strength: float = PRIOR_STRENGTH) -> FloatArray:
-    """float64 [CELLS, 2]: agreed and disagreed outcomes, the prior included."""
-    p = prior().reshape(CELLS)
-    return np.stack([p * strength, (1 - p) * strength], axis=1)
+def initial_weights() -> FloatArray:
+    """float64 [kernels.WEIGHTS]: log-odds of each feature, in the order of the kernels' offsets."""
+    return np.concatenate([_LENGTH.ravel(), _COUNT.ravel(), _VOTE.ravel(), _AGREEMENT])

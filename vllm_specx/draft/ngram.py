@@ -15,12 +15,13 @@ import numpy.typing as npt
 import torch
 
 from vllm_specx.config import NgramConfig, PoolConfig
-from vllm_specx.draft.calibration import new_table
+from vllm_specx.draft.calibration import initial_weights
 from vllm_specx.draft.ngram_arena import Arena
 from vllm_specx.draft.ngram_kernels import (
     ALIGNED_SOURCE,
     CAPACITY,
     FIELDS,
+    KINDS,
     LEAD_SOURCE,
     LENGTH,
     OFFSET,
@@ -38,15 +39,15 @@ from vllm_specx.draft.ngram_pool import Pool
 from vllm_specx.draft.proposer import DraftContext
 from vllm_specx.draft.tree import EMPTY_DRAFT, DraftTree
 
-TOKEN_COST_CPU = 0.05
+TOKEN_COST_CPU = 0.07
 TOKEN_COST_GPU = 0.005
 INDEX_QUOTA = 2048
 """Pool tokens indexed in one step at most."""
 
 
 def match_levels(min_match: int, max_match: int) -> LongArray:
-    """int64: the window lengths that are indexed: min_match and the powers of two above it."""
-    powers = [1 << k for k in range(7) if min_match < 1 << k <= max_match]
+    """int64: the window lengths that are indexed: min_match and the powers of two above, to 32."""
+    powers = [1 << k for k in range(6) if min_match < 1 << k <= max_match]
     return np.array([min(min_match, max_match), *powers], np.int64)
 
 
@@ -67,20 +68,18 @@ class NgramLookahead:
         self.max_draft = max(1, max_draft)
         self.max_model_len = max_model_len
         self.levels = match_levels(config.min_match, config.max_match)
-        self.cells = new_table()
-        self.token_cost = config.token_cost
-        if self.token_cost is None:
-            self.token_cost = TOKEN_COST_GPU if torch.cuda.is_available() else TOKEN_COST_CPU
+        self.weights = initial_weights()
+        usual_cost = TOKEN_COST_GPU if torch.cuda.is_available() else TOKEN_COST_CPU
+        self.token_cost = config.token_cost or usual_cost
         self.minimum = -1.0 if config.min_probability is None else config.min_probability
         lowest = self.minimum if self.minimum >= 0 else self.token_cost
         self.floor = max(0.5 * lowest, 0.002)
         self.pool = Pool(config.pool.max_tokens if config.pool.enabled else 1024, self.levels)
         self._requests = 2 * max_batch
         self._record: LongArray = np.zeros((self._requests, FIELDS), np.int64)
-        self._bias = np.zeros(self._requests)
+        self._agreement = np.zeros(self._requests)
         self._shadow_tokens: IntArray = np.zeros((self._requests, self.max_draft), np.int32)
-        self._shadow_cells: IntArray = np.zeros((self._requests, self.max_draft), np.int32)
-        self._shadow_p = np.zeros((self._requests, self.max_draft))
+        self._shadow_features: IntArray = np.zeros((*self._shadow_tokens.shape, KINDS), np.int32)
         self._last_seen: LongArray = np.full(self._requests, -1, np.int64)
         self._arena = Arena(len(self.levels))
         self._slots: dict[str, int] = {}
@@ -117,7 +116,7 @@ class NgramLookahead:
             self.config.max_match,
             context.vocab_size,
             self.floor,
-            self.cells,
+            self.weights,
             out,
             reach,
             predicted,
@@ -188,7 +187,7 @@ class NgramLookahead:
         record[PROMPT] = prompt
         if pool is not None and self.config.pool.enabled:
             record[POOL] = self.pool.join(pool)
-        self._bias[slot] = 0.0
+        self._agreement[slot] = 0.5
         self._enlarge(slot, length)
         return slot
 
@@ -233,13 +232,13 @@ class NgramLookahead:
     def _gather(self) -> Requests:
         return Requests(
             record=self._record,
-            bias=self._bias,
+            agreement=self._agreement,
             shadow_tokens=self._shadow_tokens,
-            shadow_cells=self._shadow_cells,
-            shadow_p=self._shadow_p,
+            shadow_features=self._shadow_features,
             tokens=self._arena.tokens,
             prev=self._arena.prev,
             head=self._arena.head,
+            counts=self._arena.counts,
         )
 
 

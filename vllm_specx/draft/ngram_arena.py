@@ -12,9 +12,10 @@ SMALLEST = 256
 class Arena:
     """Buddy allocation (Knuth, TAOCP 1, 2.5) of token places and their index entries.
 
-    tokens: int32 [size]; prev: int32 [size, levels]; head: int32 [size * levels]. A piece of
+    tokens: int32 [size]; prev: int32 [size, levels]; head: int32 [size * levels];
+    counts: int32 [size]. A piece of
     `capacity` places from `offset` on owns tokens[offset:offset + capacity] and the same share of
-    prev and head. Growing replaces the arrays, so take them afresh after `allocate`.
+    the others. Growing replaces the arrays, so take them afresh after `allocate`.
     """
 
     def __init__(self, levels: int, size: int = 1 << 15) -> None:
@@ -23,6 +24,7 @@ class Arena:
         self.tokens: IntArray = np.empty(0, np.int32)
         self.prev: IntArray = np.empty((0, levels), np.int32)
         self.head: IntArray = np.empty(0, np.int32)
+        self.counts: IntArray = np.empty(0, np.int32)
         self._free: dict[int, set[int]] = {}
         self._grow(size)
 
@@ -63,10 +65,13 @@ class Arena:
         tokens = np.empty(size, np.int32)
         prev = np.empty((size, self.levels), np.int32)
         head = np.empty(size * self.levels, np.int32)
+        counts = np.empty(size, np.int32)
         tokens[:old] = self.tokens
         prev[:old] = self.prev
         head[: old * self.levels] = self.head
-        self.tokens, self.prev, self.head, self.size = tokens, prev, head, size
+        counts[:old] = self.counts
+        self.tokens, self.prev, self.head, self.counts = tokens, prev, head, counts
+        self.size = size
         if old == 0:
             self.release(0, size)
             return

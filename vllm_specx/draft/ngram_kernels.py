@@ -8,6 +8,9 @@ holds the latest place where a window with that hash ended and `prev` the place 
 is written as c, the position of the token that FOLLOWS the window, so 0 means none.
 """
 
+# Machine integers are typed as int here; numpy's scalar types would say the same at length.
+# mypy: disable-error-code="no-any-return, return-value, arg-type, assignment"
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -27,9 +30,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def compiled(function: _F) -> _F:
     """Compile for the CPU, and keep the result on disk where some cache folder is writable."""
     try:
-        return numba.njit(function, cache=True, nogil=True)  # type: ignore[no-any-return]
+        return numba.njit(function, cache=True, nogil=True)
     except RuntimeError:
-        return numba.njit(function, nogil=True)  # type: ignore[no-any-return]
+        return numba.njit(function, nogil=True)
 
 
 BARRIER = np.int32(-(2**31))
@@ -51,20 +54,28 @@ DOC_FIELDS = 4
 # Where a candidate comes from. The last two continue what the output followed before it departed.
 FROM_PROMPT, FROM_OUTPUT, FROM_POOL, ALIGNED_OWN, ALIGNED_POOL = range(5)
 SOURCES = 4
+
+# The features of a prediction: one of each kind, and each has a weight (calibration.py).
 LENGTH_BUCKETS = 12
+COUNT_BUCKETS = 6
 VOTE_BUCKETS = 7
-CELLS = SOURCES * LENGTH_BUCKETS * VOTE_BUCKETS
+AGREEMENT_BUCKETS = 10
+KINDS = 4
+LENGTH_WEIGHTS = 0
+COUNT_WEIGHTS = LENGTH_WEIGHTS + SOURCES * LENGTH_BUCKETS
+VOTE_WEIGHTS = COUNT_WEIGHTS + SOURCES * COUNT_BUCKETS
+AGREEMENT_WEIGHTS = VOTE_WEIGHTS + SOURCES * VOTE_BUCKETS
+WEIGHTS = AGREEMENT_WEIGHTS + AGREEMENT_BUCKETS
 
 MAX_WALK = 32
 """Chain links followed at one level."""
 MAX_CANDIDATES = 24
 ENOUGH_CANDIDATES = 6
 """Shorter matches are not looked at once there are this many."""
-FORGET_AT = 400.0
-"""Evidence in a cell beyond this fades."""
-BIAS_RATE = 0.35
-BIAS_DECAY = 0.98
-BIAS_LIMIT = 3.0
+LEARNING_RATE = 0.04
+AGREEMENT_RATE = 0.1
+SUREST = 1e-4
+"""Estimates stay between this and one minus this."""
 MAX_MISSES = 8
 WINDOW = 12
 
@@ -73,21 +84,21 @@ class Requests(NamedTuple):
     """Per-request state. R request slots, A places in the arena, L levels, D draft depth.
 
     record: int64 [R, FIELDS].
-    bias: float64 [R], added to the log-odds of every estimate for this request.
-    shadow_tokens, shadow_cells: int32 [R, D]; shadow_p: float64 [R, D]. What was predicted last
-        step, drafted or not, and with which estimates: the evidence for the calibration.
-    tokens: int32 [A]; prev: int32 [A, L]; head: int32 [A * L]. A request owns CAPACITY places
-        from OFFSET on.
+    agreement: float64 [R], the recent share of predictions that came true.
+    shadow_tokens: int32 [R, D]; shadow_features: int32 [R, D, KINDS]. What was predicted last
+        step, drafted or not, and on which grounds: the evidence for the calibration.
+    tokens: int32 [A]; prev: int32 [A, L]; head: int32 [A * L]; counts: int32 [A], how often a
+        token (by its hash) is in the request. A request owns CAPACITY places from OFFSET on.
     """
 
     record: LongArray
-    bias: FloatArray
+    agreement: FloatArray
     shadow_tokens: IntArray
-    shadow_cells: IntArray
-    shadow_p: FloatArray
+    shadow_features: IntArray
     tokens: IntArray
     prev: IntArray
     head: IntArray
+    counts: IntArray
 
 
 class Shared(NamedTuple):
@@ -113,12 +124,18 @@ def _mix(h: int, n: int, seed: int) -> int:
 
 
 @compiled
+def _count_place(token: int, capacity: int) -> int:
+    return (np.int64(token) * np.int64(2654435761) >> np.int64(7)) & np.int64(capacity - 1)
+
+
+@compiled
 def _insert_own(r: Requests, base: int, capacity: int, c: int, levels: LongArray) -> None:
     """Index the windows of one request that end before position c."""
     h = np.int64(0)
     n = 0
     mask = np.int64(capacity - 1)
     place = base + c - 1
+    r.counts[base + _count_place(r.tokens[place], capacity)] += 1
     for level in range(levels.shape[0]):
         length = levels[level]
         if length > c:
@@ -133,11 +150,17 @@ def _insert_own(r: Requests, base: int, capacity: int, c: int, levels: LongArray
 
 
 @compiled
+def _clear_own(r: Requests, base: int, capacity: int, levels: LongArray) -> None:
+    r.head[base * levels.shape[0] : (base + capacity) * levels.shape[0]] = 0
+    r.counts[base : base + capacity] = 0
+
+
+@compiled
 def rebuild_own(r: Requests, slot: int, length: int, levels: LongArray) -> None:
     """Index the first `length` tokens of a request anew."""
     base = r.record[slot, OFFSET]
     capacity = r.record[slot, CAPACITY]
-    r.head[base * levels.shape[0] : (base + capacity) * levels.shape[0]] = 0
+    _clear_own(r, base, capacity, levels)
     for c in range(1, length + 1):
         _insert_own(r, base, capacity, c, levels)
     r.record[slot, LENGTH] = length
@@ -374,26 +397,34 @@ def _follow_alignment(r: Requests, s: Shared, slot: int, first: int, mismatch: i
 
 
 @compiled
-def estimate(cells: FloatArray, cell: int, bias: float) -> float:
-    """The probability that the target agrees, in a cell of the table, for a request."""
-    p = cells[cell, 0] / (cells[cell, 0] + cells[cell, 1])
-    if bias == 0.0:
-        return p
-    return 1.0 / (1.0 + (1.0 - p) / p * np.exp(-bias))
+def count_bucket(count: int) -> int:
+    """How often the predicted token is in the request already: 0, 1, 2, 3-4, 5-8, more."""
+    if count <= 2:
+        return count
+    if count <= 4:
+        return 3
+    return 4 if count <= 8 else 5
 
 
 @compiled
-def learn(cells: FloatArray, cell: int, agreed: bool) -> None:
-    """Add one outcome to a cell: float64 [cells, 2], agreed and not; old evidence fades."""
-    total = cells[cell, 0] + cells[cell, 1]
-    if total > FORGET_AT:
-        cells[cell, 0] *= FORGET_AT / total
-        cells[cell, 1] *= FORGET_AT / total
-    cells[cell, 0 if agreed else 1] += 1.0
+def estimate(weights: FloatArray, features: IntArray) -> float:
+    """The probability that the target agrees: logistic in the weights of the features."""
+    odds = 0.0
+    for kind in range(KINDS):
+        odds += weights[features[kind]]
+    return min(max(1.0 / (1.0 + np.exp(-odds)), SUREST), 1.0 - SUREST)
 
 
 @compiled
-def _learn_from_step(r: Requests, slot: int, first: int, cells: FloatArray) -> int:
+def learn(weights: FloatArray, features: IntArray, agreed: bool) -> None:
+    """One step of stochastic gradient descent on the log loss of an estimate."""
+    change = LEARNING_RATE * ((1.0 if agreed else 0.0) - estimate(weights, features))
+    for kind in range(KINDS):
+        weights[features[kind]] += change
+
+
+@compiled
+def _learn_from_step(r: Requests, slot: int, first: int, weights: FloatArray) -> int:
     """Compare the last prediction with what was committed from index `first` on.
 
     Returns how many tokens agreed before the first that did not, or -1 if none disagreed.
@@ -403,13 +434,26 @@ def _learn_from_step(r: Requests, slot: int, first: int, cells: FloatArray) -> i
     known = min(record[SHADOW], record[LENGTH] - first)
     for j in range(known):
         agreed = r.tokens[base + first + j] == r.shadow_tokens[slot, j]
-        learn(cells, r.shadow_cells[slot, j], agreed)
-        y = 1.0 if agreed else 0.0
-        bias = BIAS_DECAY * r.bias[slot] + BIAS_RATE * (y - r.shadow_p[slot, j])
-        r.bias[slot] = min(max(bias, -BIAS_LIMIT), BIAS_LIMIT)
+        learn(weights, r.shadow_features[slot, j], agreed)
+        r.agreement[slot] += AGREEMENT_RATE * ((1.0 if agreed else 0.0) - r.agreement[slot])
         if not agreed:
             return j
     return -1
+
+
+@compiled
+def _odds(
+    r: Requests, slot: int, source: int, length: int, token: int, weights: FloatArray,
+    features: IntArray,
+) -> float:  # fmt: skip
+    """What a candidate's vote for a token weighs; its features are written as well."""
+    record = r.record[slot]
+    kind = min(source, ALIGNED_OWN)
+    bucket = aligned_bucket(length, record[RUN]) if kind == ALIGNED_OWN else length_bucket(length)
+    count = r.counts[record[OFFSET] + _count_place(token, record[CAPACITY])]
+    features[0] = LENGTH_WEIGHTS + kind * LENGTH_BUCKETS + bucket
+    features[1] = COUNT_WEIGHTS + kind * COUNT_BUCKETS + count_bucket(count)
+    return np.exp(weights[features[0]] + weights[features[1]])
 
 
 @compiled
@@ -422,33 +466,32 @@ def _predict(
     place: LongArray,
     length: LongArray,
     token: IntArray,
-    weight: FloatArray,
+    vote: FloatArray,
     depth: int,
     floor: float,
     vocab_size: int,
-    cells: FloatArray,
+    weights: FloatArray,
     out: IntArray,
     reach: FloatArray,
 ) -> int:
     """Follow the heaviest branch of the trie that the candidates' continuations form.
 
-    Writes the request's shadow (tokens, cells, estimates), `out` (tokens) and `reach` (the
-    probability that all tokens up to here are accepted), each up to `depth`; stops where reach
-    falls under `floor`. Returns how many tokens were predicted.
+    Writes the request's shadow (tokens, features), `out` (tokens) and `reach` (the probability
+    that all tokens up to here are accepted), each up to `depth`; stops where reach falls under
+    `floor`. Returns how many tokens were predicted.
     """
     record = r.record[slot]
     base = record[OFFSET]
     n = record[LENGTH]
-    prompt = record[PROMPT]
     mask = s.state[POOL_MASK]
-    bias = r.bias[slot]
+    bucket = min(AGREEMENT_BUCKETS - 1, int(r.agreement[slot] * AGREEMENT_BUCKETS))
     cumulative = 1.0
     lead = -1
     done = 0
     for d in range(depth):
+        features = r.shadow_features[slot, d]
         alive = 0
         same = True
-        total = 0.0
         for i in range(count):
             where = place[i] + d
             if source[i] == FROM_POOL or source[i] == ALIGNED_POOL:
@@ -462,32 +505,29 @@ def _predict(
             source[alive] = source[i]
             place[alive] = place[i]
             length[alive] = length[i]
-            weight[alive] = weight[i]
             token[alive] = t
-            total += weight[alive]
             same = same and t == token[0]
             alive += 1
         count = alive
         if count == 0:
             break
-        best = 0
-        best_weight = total
+        chosen = token[0]
+        share = 1.0
         if not same:
-            best_weight = -1.0
+            total = 0.0
             for i in range(count):
-                seen = False
-                for j in range(i):
-                    seen = seen or token[j] == token[i]
-                if seen:
-                    continue
+                vote[i] = _odds(r, slot, source[i], length[i] + d, token[i], weights, features)
+                total += vote[i]
+            heaviest = -1.0
+            for i in range(count):
                 mine = 0.0
                 for j in range(i, count):
                     if token[j] == token[i]:
-                        mine += weight[j]
-                if mine > best_weight:
-                    best_weight = mine
-                    best = i
-        chosen = token[best]
+                        mine += vote[j]
+                if mine > heaviest:
+                    heaviest = mine
+                    chosen = token[i]
+            share = heaviest / total
         kept = 0
         lead = 0
         for i in range(count):
@@ -495,43 +535,30 @@ def _predict(
                 source[kept] = source[i]
                 place[kept] = place[i]
                 length[kept] = length[i]
-                weight[kept] = weight[i]
                 if length[kept] > length[lead]:
                     lead = kept
                 kept += 1
-        share = best_weight / total
         count = kept
-        if source[lead] >= ALIGNED_OWN:
-            bucket = aligned_bucket(record[AGREED] + d, record[RUN])
-            kind = ALIGNED_OWN
-        else:
-            bucket = length_bucket(length[lead] + d)
-            kind = source[lead]
-        cell = (kind * LENGTH_BUCKETS + bucket) * VOTE_BUCKETS + vote_bucket(share, kept)
-        p = estimate(cells, cell, bias)
-        cumulative *= p
+        _odds(r, slot, source[lead], length[lead] + d, chosen, weights, features)
+        kind = min(source[lead], ALIGNED_OWN)
+        features[2] = VOTE_WEIGHTS + kind * VOTE_BUCKETS + vote_bucket(share, kept)
+        features[3] = AGREEMENT_WEIGHTS + bucket
+        cumulative *= estimate(weights, features)
         out[d] = chosen
         reach[d] = cumulative
         r.shadow_tokens[slot, d] = chosen
-        r.shadow_cells[slot, d] = cell
-        r.shadow_p[slot, d] = p
         done = d + 1
         if cumulative < floor:
             break
     record[SHADOW] = done
+    record[LEAD_SOURCE] = -1
     if done > 0:
         kind = source[lead]
-        if kind >= ALIGNED_OWN:
-            kind = record[ALIGNED_SOURCE]
-            record[LEAD_LENGTH] = record[AGREED]
-        else:
-            record[LEAD_LENGTH] = length[lead]
-        record[LEAD_SOURCE] = kind
+        record[LEAD_LENGTH] = length[lead]
+        record[LEAD_SOURCE] = record[ALIGNED_SOURCE] if kind >= ALIGNED_OWN else kind
         record[LEAD] = place[lead]
-        if kind == FROM_POOL:
+        if kind in (FROM_POOL, ALIGNED_POOL):
             s.documents[s.document[place[lead] & mask], DOC_USED] = 1
-    else:
-        record[LEAD_SOURCE] = -1
     return done
 
 
@@ -548,7 +575,7 @@ def step(
     max_match: int,
     vocab_size: int,
     floor: float,
-    cells: FloatArray,
+    weights: FloatArray,
     out: IntArray,
     reach: FloatArray,
     predicted: LongArray,
@@ -562,7 +589,7 @@ def step(
     place = np.empty(MAX_CANDIDATES + 1, np.int64)
     length = np.empty(MAX_CANDIDATES + 1, np.int64)
     token = np.empty(MAX_CANDIDATES + 1, np.int32)
-    weight = np.empty(MAX_CANDIDATES + 1, np.float64)
+    vote = np.empty(MAX_CANDIDATES + 1, np.float64)
     depth = out.shape[1]
     for b in range(slots.shape[0]):
         predicted[b] = 0
@@ -581,7 +608,7 @@ def step(
                     same = False
                     break
         if not same:
-            r.head[base * levels.shape[0] : (base + record[CAPACITY]) * levels.shape[0]] = 0
+            _clear_own(r, base, record[CAPACITY], levels)
             record[SHADOW] = 0
             record[LEAD_SOURCE] = -1
             record[ALIGNED_SOURCE] = -1
@@ -592,13 +619,11 @@ def step(
             _insert_own(r, base, capacity, i + 1, levels)
         record[LENGTH] = n
         if seen > 0 and seen + num_sampled[b] == n:
-            mismatch = _learn_from_step(r, slot, seen, cells)
+            mismatch = _learn_from_step(r, slot, seen, weights)
             _follow_alignment(r, s, slot, seen, mismatch)
         elif seen != n:
             record[ALIGNED_SOURCE] = -1
         count = find_candidates(r, s, slot, levels, max_match, True, source, place, length)
-        for i in range(count):
-            weight[i] = float(length[i]) * float(length[i])
         if record[ALIGNED_SOURCE] >= 0 and record[MISSES] > 0:
             pooled = record[ALIGNED_SOURCE] == FROM_POOL
             fresh = _source_token(r, s, slot, record[ALIGNED_SOURCE], record[ALIGNED]) != BARRIER
@@ -608,12 +633,11 @@ def step(
             if fresh:
                 source[count] = ALIGNED_POOL if pooled else ALIGNED_OWN
                 place[count] = record[ALIGNED]
-                length[count] = 0
-                weight[count] = 4.0
+                length[count] = record[AGREED]
                 count += 1
         predicted[b] = _predict(
-            r, s, slot, count, source, place, length, token, weight, depth, floor, vocab_size,
-            cells, out[b], reach[b],
+            r, s, slot, count, source, place, length, token, vote, depth, floor, vocab_size,
+            weights, out[b], reach[b],
         )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import deque
 from dataclasses import dataclass
 
@@ -122,8 +123,8 @@ class Pool:
         output = output[: max(0, room - len(tail) - 1)]
         if len(output) < SHORTEST:
             return
-        key = (pool, tail.tobytes() + BARRIER.tobytes() + output.tobytes())
-        key = (pool, _digest(key[1]))
+        content = tail.tobytes() + BARRIER.tobytes() + output.tobytes()
+        key = (pool, hashlib.blake2b(content, digest_size=16).digest())
         known = self._by_key.get(key)
         if known is not None:
             self.arrays.documents[known.number & self.arrays.state[DOC_MASK], DOC_USED] = 1
@@ -170,7 +171,7 @@ class Pool:
 
     def _read(self, start: int, length: int) -> IntArray:
         places = np.arange(start, start + length) & self.arrays.state[POOL_MASK]
-        return self.arrays.tokens[places]
+        return np.take(self.arrays.tokens, places)
 
     def _write(self, body: IntArray, output: int, pool: int, key: tuple[int, bytes]) -> None:
         arrays = self.arrays
@@ -205,9 +206,3 @@ class Pool:
         self._used_tokens = 0
         self.arrays.head[:] = 0
         state[TAIL] = state[END] = state[INDEXED] = 1
-
-
-def _digest(data: bytes) -> bytes:
-    import hashlib
-
-    return hashlib.blake2b(data, digest_size=16).digest()
