@@ -72,8 +72,6 @@ class NgramLookahead:
         usual_cost = TOKEN_COST_GPU if torch.cuda.is_available() else TOKEN_COST_CPU
         self.token_cost = config.token_cost or usual_cost
         self.minimum = -1.0 if config.min_probability is None else config.min_probability
-        lowest = self.minimum if self.minimum >= 0 else self.token_cost
-        self.floor = max(0.5 * lowest, 0.002)
         self.pool = Pool(config.pool.max_tokens if config.pool.enabled else 1024, self.levels)
         self._requests = 2 * max_batch
         self._record: LongArray = np.zeros((self._requests, FIELDS), np.int64)
@@ -115,7 +113,7 @@ class NgramLookahead:
             self.levels,
             self.config.max_match,
             context.vocab_size,
-            self.floor,
+            self._floor(size),
             self.weights,
             out,
             reach,
@@ -150,6 +148,13 @@ class NgramLookahead:
                         vocab_size=8,
                     )
                 )
+
+    def _floor(self, batch: int) -> float:
+        """Predict on while a token is at least half as likely to be accepted as drafting asks."""
+        if self.minimum >= 0:
+            return max(0.5 * self.minimum, 0.002)
+        cost = self.token_cost * batch
+        return 0.5 * cost / (1 + cost)
 
     def _find_slots(
         self, context: DraftContext, num_tokens: LongArray, num_sampled: LongArray

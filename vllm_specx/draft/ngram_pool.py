@@ -171,7 +171,8 @@ class Pool:
 
     def _read(self, start: int, length: int) -> IntArray:
         places = np.arange(start, start + length) & self.arrays.state[POOL_MASK]
-        return np.take(self.arrays.tokens, places)
+        body: IntArray = self.arrays.tokens[places]
+        return body
 
     def _write(self, body: IntArray, output: int, pool: int, key: tuple[int, bytes]) -> None:
         arrays = self.arrays
