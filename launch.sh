@@ -47,8 +47,10 @@ done
 
 # The first Python that runs and is new enough. A pyenv shim may exist and still fail.
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:+"$PYTHON"} "$root/.venv/bin/python" python3 \
+    local candidate own="$root/.venv"
+    # An environment whose making was cut off is made anew, so not by its own Python.
+    [[ ! -e $own/.vllm_specx.changing ]] || own=
+    for candidate in ${PYTHON:+"$PYTHON"} ${own:+"$own/bin/python"} python3 \
         python3.11 python3.12 python3.13 /usr/bin/python3; do
         if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
             >/dev/null 2>&1; then

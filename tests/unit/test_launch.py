@@ -137,6 +137,21 @@ def test_vllm_finds_its_version_beside_the_cpu_build(tmp_path: Path) -> None:
     steps.check_device(venv, "cpu")
 
 
+def test_an_environment_whose_installation_was_cut_off_is_made_anew(tmp_path: Path) -> None:
+    venv = tmp_path / "venv"
+    venv.mkdir()
+    steps.create(venv)
+    (kept := venv / "mine").touch()
+    steps.create(venv)
+    assert kept.exists(), "a sound environment stays"
+    with pytest.raises(KeyboardInterrupt), steps.changing(venv):
+        raise KeyboardInterrupt
+    steps.create(venv)
+    assert not kept.exists()
+    assert not (venv / steps.CHANGING).exists()
+    assert "pip" in steps.installed(venv)
+
+
 def test_a_python_without_venv_gets_the_package_to_install_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +159,7 @@ def test_a_python_without_venv_gets_the_package_to_install_named(
     python.write_text("#!/bin/sh\necho 'ensurepip is not available' >&2\nexit 1\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
+    (tmp_path / "venv").mkdir()
     with pytest.raises(steps.SetupError, match=r"apt install python3\.\d+-venv") as caught:
         steps.create(tmp_path / "venv")
     assert caught.value.status == 2

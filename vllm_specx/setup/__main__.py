@@ -3,7 +3,7 @@
 launch.sh and tests/run.sh call it with the machine's own Python; all output goes to stderr. A stamp
 in the environment says what is installed and for which pyproject.toml. It is taken away before
 anything is changed and written after everything has been checked, so that an interrupted set-up is
-taken up again and never believed.
+taken up again and never believed. Where pip itself was cut off, the environment is made anew.
 """
 
 from __future__ import annotations
@@ -76,13 +76,16 @@ def set_up(venv: Path, device: str, target: Stamp) -> None:
 def _alone(venv: Path) -> Iterator[None]:
     """Wait until no other process sets up the same environment."""
     venv.mkdir(exist_ok=True)
-    with (venv / ".vllm_specx.lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _say("another set-up of this environment is running; waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
+    folder = os.open(venv, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _say("another set-up of this environment is running; waiting for it")
+        fcntl.flock(folder, fcntl.LOCK_EX)
+    try:
         yield
+    finally:
+        os.close(folder)
 
 
 def _say(text: str) -> None:

