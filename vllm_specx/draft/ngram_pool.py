@@ -148,8 +148,7 @@ class Pool:
         state, documents = self.arrays.state, self.arrays.documents
         rescues = _RESCUES
         while (
-            self._used_tokens + length > self.max_tokens
-            or len(self._documents) >= state[DOC_MASK]
+            self._used_tokens + length > self.max_tokens or len(self._documents) >= state[DOC_MASK]
         ):
             oldest = self._documents.popleft()
             fields = documents[oldest.number & state[DOC_MASK]]
