@@ -40,7 +40,7 @@ def serve(
     """Serve a recipe: become `vllm serve` with the recipe's flags."""
     command = serving.prepare(recipe, flags or [], os.environ, starting=not dry_run)
     for note in command.notes:
-        print(f"vllm_specx: {note}", file=sys.stderr, flush=True)
+        print(f"vllm-specx: {note}", file=sys.stderr, flush=True)
     if dry_run:
         print(command.shell())
     else:
