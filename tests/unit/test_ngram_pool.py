@@ -128,15 +128,27 @@ def test_the_bound_holds_over_all_pools(added: list[tuple[int, int, bool]]) -> N
     assert shared.names == len(held)
 
 
-def test_the_least_recently_used_leaves_first() -> None:
-    runner = Runner(lookahead(pool={"max_tokens": 1024}), width=512)
+@pytest.mark.parametrize("again", [True, False])
+def test_the_least_recently_used_leaves_first(again: bool) -> None:
+    """Used: the same output came again, or drafts from it came true."""
+    runner = Runner(lookahead(pool={"max_tokens": 1024}))
     useful, useless = numbers(100), numbers(200)
     runner.serve(Request("useful", 1, [1]), useful)
     runner.serve(Request("useless", 1, [1]), useless)
     for round_ in range(60):
         output = [300 + (7 * round_ + 13 * i) % 600 for i in range(60)]
         runner.serve(Request(f"other-{round_}", 1, [1]), output)
-        assert remembered(runner, useful)
+        if again:
+            runner.serve(Request("useful", 1, [1]), useful)
+            continue
+        user = request("user", useful[:10], prompt=9)
+        (draft,) = runner.step([user])
+        assert draft[:4] == useful[10:14]
+        user.tokens += draft[:4]
+        user.sampled = draft[:4]
+        runner.step([user])
+        runner.finished.append("user")
+    assert remembered(runner, useful)
     assert not remembered(runner, useless)
 
 

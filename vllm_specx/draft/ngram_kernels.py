@@ -76,6 +76,8 @@ LEARNING_RATE = 0.04
 AGREEMENT_RATE = 0.1
 SUREST = 1e-4
 """Estimates stay between this and one minus this."""
+USEFUL = 4
+"""A document of the pool was useful where this many of its tokens came true in a row."""
 MAX_MISSES = 8
 WINDOW = 12
 
@@ -424,7 +426,9 @@ def learn(weights: FloatArray, features: IntArray, agreed: bool) -> None:
 
 
 @compiled
-def _learn_from_step(r: Requests, slot: int, first: int, weights: FloatArray) -> int:
+def _learn_from_step(
+    r: Requests, s: Shared, slot: int, first: int, weights: FloatArray
+) -> int:  # fmt: skip
     """Compare the last prediction with what was committed from index `first` on.
 
     Returns how many tokens agreed before the first that did not, or -1 if none disagreed.
@@ -432,12 +436,15 @@ def _learn_from_step(r: Requests, slot: int, first: int, weights: FloatArray) ->
     record = r.record[slot]
     base = record[OFFSET]
     known = min(record[SHADOW], record[LENGTH] - first)
+    pooled = record[LEAD_SOURCE] == FROM_POOL and record[LEAD] > s.state[TAIL]
     for j in range(known):
         agreed = r.tokens[base + first + j] == r.shadow_tokens[slot, j]
         learn(weights, r.shadow_features[slot, j], agreed)
         r.agreement[slot] += AGREEMENT_RATE * ((1.0 if agreed else 0.0) - r.agreement[slot])
         if not agreed:
             return j
+        if pooled and j + 1 == USEFUL:
+            s.documents[s.document[record[LEAD] & s.state[POOL_MASK]], DOC_USED] = 1
     return -1
 
 
@@ -557,8 +564,6 @@ def _predict(
         record[LEAD_LENGTH] = length[lead]
         record[LEAD_SOURCE] = record[ALIGNED_SOURCE] if kind >= ALIGNED_OWN else kind
         record[LEAD] = place[lead]
-        if kind in (FROM_POOL, ALIGNED_POOL):
-            s.documents[s.document[place[lead] & mask], DOC_USED] = 1
     return done
 
 
@@ -619,7 +624,7 @@ def step(
             _insert_own(r, base, capacity, i + 1, levels)
         record[LENGTH] = n
         if seen > 0 and seen + num_sampled[b] == n:
-            mismatch = _learn_from_step(r, slot, seen, weights)
+            mismatch = _learn_from_step(r, s, slot, seen, weights)
             _follow_alignment(r, s, slot, seen, mismatch)
         elif seen != n:
             record[ALIGNED_SOURCE] = -1

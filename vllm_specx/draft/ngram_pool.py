@@ -54,8 +54,8 @@ class Pool:
 
     A document is a barrier, the last tokens of a prompt and the output that followed them; only the
     output is ever drafted. Which pool a document belongs to is part of the index, and checked at
-    every candidate. A document that was drafted from, or came again, since it was last written is
-    written anew when its turn to leave comes (second chance; Corbato, 1968).
+    every candidate. A document whose drafts came true, or that came again, since it was last
+    written is written anew when its turn to leave comes (second chance; Corbato, 1968).
     """
 
     def __init__(self, max_tokens: int, levels: LongArray) -> None:
