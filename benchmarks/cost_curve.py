@@ -36,6 +36,7 @@ def scenario(model: str, eager: bool, dtype: str) -> Scenario:
         name="cost_curve",
         model=model,
         baseline=NONE,
+        env={"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"},
         engine_args={
             "enforce_eager": eager,
             "dtype": dtype,

@@ -5,21 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from vllm_specx.setup import cpu
+
 ROOT = Path(__file__).parents[2]
-_TCMALLOC = ("/usr/lib/*/libtcmalloc_minimal.so.4", "/usr/lib*/libtcmalloc_minimal.so.4")
-
-
-def preload() -> list[str]:
-    """Intel OpenMP of this Python environment, and tcmalloc where the machine has it."""
-    openmp = [str(each) for each in [Path(sys.prefix, "lib", "libiomp5.so")] if each.exists()]
-    tcmalloc = [str(each) for glob in _TCMALLOC for each in Path("/").glob(glob[1:])][:1]
-    return openmp + tcmalloc
 
 
 def environment(*layers: Mapping[str, str]) -> dict[str, str]:
@@ -28,12 +21,12 @@ def environment(*layers: Mapping[str, str]) -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
-    env.setdefault("LD_PRELOAD", os.pathsep.join(preload()))
-    env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    env.setdefault("VLLM_NO_USAGE_STATS", "1")
     for layer in layers:
         env.update(layer)
-    return env
+    env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    env.setdefault("VLLM_NO_USAGE_STATS", "1")
+    added, _ = cpu.environment(env) if cpu.is_cpu_vllm() else ({}, [])
+    return {**env, **added}
 
 
 class ProcessGroup:

@@ -46,7 +46,7 @@ class TestPrompts:
             subprocess.run(
                 [sys.executable, "-c", script],
                 cwd=ROOT,
-                env=environment({"PYTHONHASHSEED": str(seed), "LD_PRELOAD": ""}),
+                env=environment({"PYTHONHASHSEED": str(seed)}),
                 capture_output=True,
                 text=True,
                 check=True,
@@ -367,7 +367,7 @@ class TestProcesses:
         script = tmp_path / "spin.py"
         script.write_text(spin)
         group = ProcessGroup(
-            [sys.executable, str(script)], environment({"LD_PRELOAD": ""}), tmp_path / "log",
+            [sys.executable, str(script)], environment(), tmp_path / "log",
             pipes=False,
         )  # fmt: skip
         try:
