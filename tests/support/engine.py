@@ -1,0 +1,231 @@
+"""A real vLLM engine in a process group of its own, driven over a pipe.
+
+One engine a process (vLLM does not take a second one after an n-gram engine), stopped with SIGSTOP
+between calls so that idle engines do not spin on the cores of the one at work.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": 512,
+    "max_num_seqs": 64,
+    "seed": 0,
+    "block_size": 32,
+    "disable_log_stats": False,
+}
+
+
+def preload() -> str:
+    """LD_PRELOAD for an engine on a CPU; empty where Intel OpenMP is not installed."""
+    library = Path(sys.prefix) / "lib" / "libiomp5.so"
+    return str(library) if library.exists() else ""
+
+
+@contextmanager
+def environment(changes: dict[str, str]) -> Iterator[None]:
+    """os.environ with changes, for the processes started inside."""
+    before = {key: os.environ.get(key) for key in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+class Engine:
+    """Starts on construction; every method runs in the engine's process."""
+
+    def __init__(self, log: Path, env: dict[str, str] | None = None, **kwargs: Any) -> None:
+        self.log = log
+        context = multiprocessing.get_context("spawn")
+        self._pipe, child = context.Pipe()
+        self._process = context.Process(
+            target=_main, args=(child, str(log), {**DEFAULTS, **kwargs}), daemon=False
+        )
+        changes = {"VLLM_CPU_KVCACHE_SPACE": "1", "LD_PRELOAD": preload(), **(env or {})}
+        with environment(changes):
+            self._process.start()
+        child.close()
+        self._answer()
+        self._stop()
+
+    def chat(self, texts: Sequence[str], params: Any = None, **common: Any) -> list[dict[str, Any]]:
+        """Answers to one user turn each. params: one mapping of SamplingParams, or one a text."""
+        return self._call("chat", texts, params, common)  # type: ignore[no-any-return]
+
+    def tokens(self, prompts: Sequence[Sequence[int]], **common: Any) -> list[dict[str, Any]]:
+        """Continuations of token ids."""
+        return self._call("tokens", [list(p) for p in prompts], None, common)  # type: ignore[no-any-return]
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """The chat template's token ids for one user turn."""
+        return self._call("prompt_ids", text)  # type: ignore[no-any-return]
+
+    def abort_one(self, texts: Sequence[str], after: int, **common: Any) -> list[list[int] | None]:
+        """As chat, but the first request is aborted after `after` steps (None in the answer)."""
+        return self._call("abort_one", texts, after, common)  # type: ignore[no-any-return]
+
+    def counters(self) -> dict[str, Any]:
+        """vLLM's own counters by name, without labels."""
+        return self._call("counters")  # type: ignore[no-any-return]
+
+    def _call(self, *message: Any) -> Any:
+        os.killpg(self._process.pid or 0, signal.SIGCONT)
+        try:
+            self._pipe.send(message)
+            return self._answer()
+        finally:
+            self._stop()
+
+    def _answer(self) -> Any:
+        while not self._pipe.poll(1):
+            if not self._process.is_alive():
+                raise RuntimeError(f"the engine died:\n{self.log.read_text()[-4000:]}")
+        kind, value = self._pipe.recv()
+        if kind == "error":
+            raise EngineError(value)
+        return value
+
+    def _stop(self) -> None:
+        if self._process.is_alive():
+            os.killpg(self._process.pid or 0, signal.SIGSTOP)
+
+    def close(self) -> None:
+        """End the engine and everything it started."""
+        group = self._process.pid or 0
+        for kill in (signal.SIGCONT, signal.SIGTERM):
+            try:
+                os.killpg(group, kill)
+            except ProcessLookupError:
+                return
+        self._process.join(15)
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.join()
+
+
+class EngineError(Exception):
+    """What the engine's process raised, as `Type: message`."""
+
+
+def _main(pipe: Connection, log: str, kwargs: dict[str, Any]) -> None:
+    os.setsid()
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    try:
+        from vllm import LLM
+
+        llm = LLM(**kwargs)
+    except BaseException as error:
+        pipe.send(("error", f"{type(error).__name__}: {error}"))
+        return
+    pipe.send(("ready", None))
+    while True:
+        try:
+            name, *arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(("value", globals()[f"_do_{name}"](llm, *arguments)))
+        except Exception as error:
+            pipe.send(("error", f"{type(error).__name__}: {error}"))
+
+
+def _params(params: Any, common: dict[str, Any], count: int) -> list[Any]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    each = params if isinstance(params, list) else [params or {}] * count
+    made = []
+    for one in each:
+        merged = {"temperature": 0.0, "max_tokens": 64, **common, **one}
+        if "json_schema" in merged:
+            merged["structured_outputs"] = StructuredOutputsParams(json=merged.pop("json_schema"))
+        made.append(SamplingParams(**merged))
+    return made
+
+
+def _plain(outputs: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "ids": [list(o.token_ids) for o in output.outputs],
+            "text": [o.text for o in output.outputs],
+            "reason": [o.finish_reason for o in output.outputs],
+            "logprobs": [None if o.logprobs is None else len(o.logprobs) for o in output.outputs],
+        }
+        for output in outputs
+    ]
+
+
+def _conversations(texts: Sequence[str]) -> list[list[dict[str, str]]]:
+    return [[{"role": "user", "content": text}] for text in texts]
+
+
+def _do_chat(llm: Any, texts: list[str], params: Any, common: dict[str, Any]) -> Any:
+    batch = common.pop("batch", len(texts))
+    made = _params(params, common, len(texts))
+    outputs = []
+    for start in range(0, len(texts), batch):
+        part = slice(start, start + batch)
+        outputs += llm.chat(_conversations(texts[part]), made[part], use_tqdm=False)
+    return _plain(outputs)
+
+
+def _do_tokens(llm: Any, prompts: list[list[int]], params: Any, common: dict[str, Any]) -> Any:
+    salt = common.pop("cache_salt", None)
+    made = _params(params, common, len(prompts))
+    inputs = [{"prompt_token_ids": p, **({"cache_salt": salt} if salt else {})} for p in prompts]
+    return _plain(llm.generate(inputs, made, use_tqdm=False))
+
+
+def _do_prompt_ids(llm: Any, text: str) -> list[int]:
+    ids = llm.get_tokenizer().apply_chat_template(
+        _conversations([text])[0], add_generation_prompt=True, return_dict=False
+    )
+    return [int(i) for i in ids]
+
+
+def _do_abort_one(llm: Any, texts: list[str], after: int, common: dict[str, Any]) -> Any:
+    engine = llm.llm_engine
+    ids = [f"abort-{time.monotonic_ns()}-{i}" for i in range(len(texts))]
+    for name, text, params in zip(ids, texts, _params(None, common, len(texts)), strict=True):
+        engine.add_request(name, {"prompt_token_ids": _do_prompt_ids(llm, text)}, params)
+    results: dict[str, list[int]] = {}
+    steps = 0
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                results[output.request_id] = list(output.outputs[0].token_ids)
+        steps += 1
+        if steps == after:
+            engine.abort_request([ids[0]])
+    return [results.get(name) for name in ids]
+
+
+def _do_counters(llm: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for metric in llm.get_metrics():
+        value = getattr(metric, "value", getattr(metric, "values", None))
+        if value is not None:
+            found[metric.name] = value
+    return found

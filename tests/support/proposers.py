@@ -1,0 +1,68 @@
+"""A proposer whose drafts a test dictates while the engine runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any, ClassVar
+
+import numpy as np
+
+from vllm_specx.draft.proposer import DraftContext, Proposer
+from vllm_specx.draft.tree import DraftTree
+from vllm_specx.engine.proposers import EngineProposer
+
+SCRIPT = "SPECX_TEST_SCRIPT"
+
+
+class ScriptedDrafts:
+    """Drafts by the JSON file that SPECX_TEST_SCRIPT names, read anew when it changes.
+
+    mode: "nothing" | "right" | "wrong" (both by `answers`: prompt ids as a JSON list -> answer ids)
+    | "chain" (`tokens`, whatever the context) | "raise" | "short" (too few drafts).
+    """
+
+    needs_hidden_states: ClassVar[bool] = True
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.stamp = 0
+        self.script: dict[str, Any] = {"mode": "nothing"}
+
+    def propose(self, context: DraftContext) -> list[DraftTree]:
+        stamp = os.stat(self.path).st_mtime_ns
+        if stamp != self.stamp:
+            with open(self.path) as file:
+                self.script = json.load(file)
+            self.stamp = stamp
+        assert context.hidden_states is not None
+        assert context.hidden_states.shape[0] == len(context.request_ids)
+        mode = self.script["mode"]
+        if mode == "raise":
+            raise ValueError("the test told the proposer to fail")
+        drafts = [DraftTree.chain(self._one(context, i)) for i in range(len(context.request_ids))]
+        return drafts[:-1] if mode == "short" else drafts
+
+    def _one(self, context: DraftContext, i: int) -> list[int]:
+        mode = self.script["mode"]
+        if mode == "nothing":
+            return []
+        if mode == "chain":
+            return list(self.script["tokens"])
+        row = context.token_ids[context.rows[i]]
+        prompt = row[: context.num_prompt_tokens[i]].tolist()
+        answer = self.script["answers"].get(json.dumps(prompt), [])
+        done = int(context.num_tokens[i] - context.num_prompt_tokens[i])
+        rest = np.asarray(answer[done : done + int(context.budgets[i])], dtype=np.int64)
+        if mode == "wrong":
+            rest = (rest + 1) % context.vocab_size
+        return [int(token) for token in rest]
+
+
+class Scripted(EngineProposer):
+    """For `--speculative-config '{"model": "tests.support.proposers.Scripted", ...}'`."""
+
+    name = "scripted"
+
+    def build(self) -> Proposer:
+        return ScriptedDrafts(os.environ[SCRIPT])
