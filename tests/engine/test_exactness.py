@@ -33,9 +33,7 @@ def expected(plain: Engine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-def test_ngram_equals_no_speculation(
-    ngram: Engine, expected: list[list[int]], batch: int
-) -> None:
+def test_ngram_equals_no_speculation(ngram: Engine, expected: list[list[int]], batch: int) -> None:
     before = ngram.counters()
     assert ids(ngram.chat(texts.ALL, batch=batch, **LONG)) == expected
     after = ngram.counters()

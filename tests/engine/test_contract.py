@@ -1,0 +1,89 @@
+"""The names of vLLM that we stand on, in the installed vLLM and in 0.33's Python sources."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from vllm_specx.config import ConfigError
+from vllm_specx.engine import contract
+from vllm_specx.models.embedded import cache_root
+
+WHEEL = "vllm==0.33.0"
+
+
+def sources() -> Path:
+    """0.33's Python files, taken from its wheel once; skips where it cannot be had."""
+    folder = cache_root() / "wheels" / "vllm-0.33.0"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            pip = [
+                sys.executable,
+                "-m",
+                "pip",
+                "download",
+                "-q",
+                "--no-deps",
+                "--only-binary=:all:",
+            ]
+            pip += ["--platform", "manylinux_2_28_x86_64", "--python-version", "3.12"]
+            done = subprocess.run(
+                [*pip, "-d", str(folder.parent), WHEEL], capture_output=True, text=True
+            )
+            wheels = list(folder.parent.glob("vllm-0.33.0-*.whl"))
+            if done.returncode or not wheels:
+                pytest.skip(f"the wheel {WHEEL} cannot be had here: {done.stderr[-200:]}")
+            temporary = folder.with_suffix(".new")
+            with zipfile.ZipFile(wheels[0]) as wheel:
+                for name in wheel.namelist():
+                    if name.endswith((".py", ".json", "METADATA")):
+                        wheel.extract(name, temporary)
+            temporary.rename(folder)
+            wheels[0].unlink()
+    return folder
+
+
+def run(*paths: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "vllm_specx.engine.contract"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_the_installed_vllm_has_every_hook() -> None:
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert f"all {len(contract.HOOKS)} hooks are there" in done.stdout
+
+
+def test_vllm_0_33_has_every_hook() -> None:
+    done = run(sources())
+    assert done.returncode == 0, done.stderr
+    assert "vLLM 0.33.0: all" in done.stdout
+
+
+def test_a_missing_hook_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = (
+        contract.Hook("vllm.config", "SpeculativeConfig.no_such_name", "a test"),
+        contract.Hook("vllm.no_such_module", "Thing", "a test"),
+        contract.Hook("vllm.config", "SpeculativeConfig", "a test", ("no_such_parameter",)),
+    )
+    monkeypatch.setattr(contract, "HOOKS", hooks)
+    with pytest.raises(ConfigError) as refused:
+        contract.check()
+    message = str(refused.value)
+    assert "vllm.config.SpeculativeConfig.no_such_name" in message
+    assert "vllm.no_such_module" in message
+    assert "parameter 'no_such_parameter' of vllm.config.SpeculativeConfig" in message

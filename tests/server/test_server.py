@@ -1,0 +1,230 @@
+"""The server as launch.sh starts it, and the openai client against it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import AuthenticationError, OpenAI
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = "not-a-secret"
+NAME = "SmolLM2-135M-Instruct"
+COPY = "Repeat this sentence five times: The quick brown fox jumps over the lazy dog."
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Server:
+    def __init__(self, log: Path) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        command = [sys.executable, "-m", "vllm_specx.cli", "serve", "smollm2-135m-ngram", "--"]
+        command += ["--enforce-eager", "--max-model-len", "1024", "--api-key", KEY]
+        self.process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={
+                **os.environ,
+                "PORT": str(self.port),
+                "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}",
+            },
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def wait(self, seconds: float = 300) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                break
+            try:
+                if httpx.get(f"{self.url}/health", timeout=2).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                time.sleep(0.5)
+        raise AssertionError(f"the server did not come up:\n{self.log.read_text()[-4000:]}")
+
+    def accepted(self) -> float:
+        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        found = re.findall(
+            r"^vllm:spec_decode_num_accepted_tokens_total\{.*\} (\S+)$", text, re.MULTILINE
+        )
+        return sum(float(value) for value in found)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    running = Server(tmp_path_factory.mktemp("server") / "log")
+    try:
+        running.wait()
+        yield running
+    finally:
+        if running.process.poll() is None:
+            os.killpg(running.process.pid, signal.SIGKILL)
+        running.process.wait()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> OpenAI:
+    return OpenAI(base_url=f"{server.url}/v1", api_key=KEY, timeout=120, max_retries=0)
+
+
+def ask(client: OpenAI, text: str, **more: object) -> str:
+    answer = client.chat.completions.create(
+        model=NAME,
+        messages=[{"role": "user", "content": text}],
+        temperature=0,
+        max_tokens=80,
+        **more,  # type: ignore[arg-type]
+    )
+    return answer.choices[0].message.content or ""
+
+
+def test_an_answer_and_its_stream_are_the_same_and_drafts_are_accepted(
+    server: Server, client: OpenAI
+) -> None:
+    before = server.accepted()
+    whole = ask(client, COPY)
+    assert whole.count("quick brown fox") >= 2
+    stream = client.chat.completions.create(
+        model=NAME,
+        messages=[{"role": "user", "content": COPY}],
+        temperature=0,
+        max_tokens=80,
+        stream=True,
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text.split()[:20] == whole.split()[:20]
+    assert server.accepted() > before + 10
+
+
+def test_eight_at_once(server: Server, client: OpenAI) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda i: ask(client, f"{COPY} ({i})"), range(8)))
+    assert len(answers) == 8
+    assert all(len(answer) > 20 for answer in answers)
+
+
+def test_a_stop_string_in_a_stream_with_logprobs(client: OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model=NAME,
+        messages=[{"role": "user", "content": COPY}],
+        temperature=0,
+        max_tokens=80,
+        stop=[" lazy"],
+        logprobs=True,
+        top_logprobs=2,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    text, logprobs, reason, tokens = "", 0, None, 0
+    for chunk in stream:
+        if chunk.usage is not None:
+            tokens = chunk.usage.completion_tokens
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            reason = choice.finish_reason or reason
+            if choice.logprobs and choice.logprobs.content:
+                logprobs += len(choice.logprobs.content)
+    assert reason == "stop"
+    assert " lazy" not in text
+    assert "jumps over the" in text
+    assert logprobs == tokens
+
+
+def test_a_client_that_goes_away(server: Server, client: OpenAI) -> None:
+    with httpx.stream(
+        "POST",
+        f"{server.url}/v1/chat/completions",
+        headers={"Authorization": f"Bearer {KEY}"},
+        json={
+            "model": NAME,
+            "messages": [{"role": "user", "content": COPY}],
+            "max_tokens": 500,
+            "stream": True,
+            "ignore_eos": True,
+        },
+        timeout=60,
+    ) as response:
+        next(response.iter_lines())
+    assert len(ask(client, "Tell me about the sea.")) > 20
+
+
+def test_the_key_is_asked_for(server: Server) -> None:
+    stranger = OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
+    with pytest.raises(AuthenticationError):
+        ask(stranger, "Hello")
+
+
+def test_only_this_machine_is_listened_to(server: Server) -> None:
+    sockets = Path("/proc/net/tcp").read_text()
+    assert f"0100007F:{server.port:04X}" in sockets
+    assert f"00000000:{server.port:04X}" not in sockets
+
+
+def test_ctrl_c_stops_everything(server: Server) -> None:
+    """The last test of this module: it ends the server."""
+    session = server.process.pid
+    server.process.send_signal(signal.SIGINT)
+    server.process.wait(60)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and of_session(session):
+        time.sleep(0.5)
+    assert of_session(session) == []
+
+
+def of_session(session: int) -> list[str]:
+    """Command lines of the processes that are left of a session."""
+    left = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+            if int(fields[3]) == session and fields[0] != "Z":
+                left.append((folder / "cmdline").read_text().replace("\0", " "))
+        except (OSError, IndexError):
+            continue
+    return left
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ('{"method": "specx:ngrm"}', "did you mean 'specx:ngram'"),
+        ('{"method": "specx:ngram", "pol": "off"}', "did you mean 'pool'"),
+        ('{"method": "specx:ngram", "num_speculative_tokens": 0}', "'num_speculative_tokens' is 0"),
+        ('{"method": "specx:medusa"}', "is not in this version"),
+        ('{"method": "ngram", "specx": {"pol": 1}}', "unknown key 'pol'"),
+    ],
+)
+def test_vllm_serve_refuses_with_one_sentence(config: str, words: str) -> None:
+    from vllm_specx.models.embedded import checkpoint
+
+    model = str(checkpoint("embedded:smollm2-135m-instruct"))
+    done = subprocess.run(
+        [f"{sys.prefix}/bin/vllm", "serve", model, "--speculative-config", config],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr + done.stdout

@@ -1,0 +1,99 @@
+"""The one flag, and every way to get it wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vllm_specx.config import ConfigError
+from vllm_specx.engine.pools import SALT_KEY, pool_of
+from vllm_specx.engine.translate import translate
+
+METHODS = frozenset({"ngram", "eagle", "draft_model", "custom_class"})
+KEYS = frozenset({"method", "model", "num_speculative_tokens", "prompt_lookup_max"})
+
+
+def call(speculative: Any, additional: Any = None) -> tuple[Any, Any]:
+    return translate(speculative, additional, METHODS, KEYS)
+
+
+def test_without_specx_nothing_changes() -> None:
+    for config in (None, {"method": "ngram", "num_speculative_tokens": 3}, {"model": "a/b"}):
+        assert call(config, {"other": 1}) == (config, {"other": 1})
+
+
+def test_the_short_form() -> None:
+    given = {"method": "specx:ngram", "num-speculative-tokens": 8, "pool": "off"}
+    speculative, additional = call(given)
+    assert speculative == {
+        "method": "custom_class",
+        "model": "vllm_specx.NgramProposer",
+        "num_speculative_tokens": 8,
+    }
+    assert additional == {"specx": {"proposer": "ngram", "pool": "off"}}
+    assert given == {"method": "specx:ngram", "num-speculative-tokens": 8, "pool": "off"}
+    assert call(speculative, additional) == (speculative, additional), (
+        "a second time changes nothing"
+    )
+
+
+def test_the_long_form_and_stock_methods() -> None:
+    speculative, additional = call(
+        {"model": "vllm_specx.NgramProposer"}, {"specx": {"pool": "off"}}
+    )
+    assert speculative["method"] == "custom_class"
+    assert speculative["num_speculative_tokens"] == 32
+    assert additional == {"specx": {"proposer": "ngram", "pool": "off"}}
+    speculative, additional = call({"method": "ngram", "specx": {}})
+    assert speculative == {"method": "ngram"}
+    assert additional == {"specx": {"proposer": "stock"}}
+
+
+@pytest.mark.parametrize(
+    ("speculative", "additional", "words"),
+    [
+        ({"method": "specx:ngrm"}, None, "did you mean 'specx:ngram'"),
+        ({"method": "specx:medusa"}, None, "'specx:medusa' is not in this version"),
+        ({"method": "medusa", "model": "x"}, None, "'specx:medusa' is not in this version"),
+        ({"method": "specx:stock"}, None, "cannot be chosen"),
+        ({"method": "specx:ngram", "prompt_lookup_max": 3}, None, "key of vLLM's other methods"),
+        ({"method": "specx:ngram", "pol": 3}, None, "did you mean 'pool'"),
+        ({"method": "specx:ngram", "pool": {"max_token": 3}}, None, "unknown key 'pool.max_token'"),
+        ({"method": "specx:ngram", "pool": 7}, None, "'pool' in specx is 7"),
+        ({"method": "specx:ngram", "num_speculative_tokens": 0}, None, "from 1 to 128"),
+        ({"method": "specx:ngram", "num_speculative_tokens": -3}, None, "is -3"),
+        ({"method": "specx:ngram", "num_speculative_tokens": 129}, None, "is 129"),
+        ({"method": "specx:ngram", "num_speculative_tokens": "8"}, None, "is '8'"),
+        ({"method": "specx:ngram", "num_speculative_tokens": True}, None, "is True"),
+        ({"method": "specx:ngram", "specx": {}}, None, "is not needed beside"),
+        ({"method": "specx:ngram", "pool": "off"}, {"specx": {"pool": "on"}}, "keep one"),
+        ({"method": "specx:ngram"}, {"specx": [1]}, "must be a mapping"),
+        (
+            {"method": "eagle", "model": "vllm_specx.NgramProposer"},
+            None,
+            "needs method 'custom_class'",
+        ),
+        ({"method": "ngram", "specx": {"pol": 1}}, None, "unknown key 'pol'"),
+        ({"method": "ngram", "specx": {}}, {"specx": {}}, "keep one"),
+        ({"method": "ngram", "specx": {"proposer": "ngram"}}, None, "specx:ngram"),
+        ({"method": "ngram", "specx": 3}, None, "must be a mapping"),
+    ],
+)
+def test_a_wrong_configuration_is_one_sentence(
+    speculative: Any, additional: Any, words: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        call(speculative, additional)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_pools() -> None:
+    assert pool_of(None) == pool_of({}) == "default"
+    assert pool_of({"specx_pool": "off"}) is None
+    assert pool_of({"specx_pool": 3}) is None
+    assert pool_of({"specx_pool": "a"}) == "a"
+    salted = pool_of({"specx_pool": "a", SALT_KEY: "s"})
+    assert salted not in (None, "a")
+    assert salted != pool_of({"specx_pool": "a", SALT_KEY: "t"})
