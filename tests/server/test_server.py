@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "not-a-secret"
-NAME = "SmolLM2-135M-Instruct"
+NAME = "smollm2-135m-instruct"
 COPY = "Repeat this sentence five times: The quick brown fox jumps over the lazy dog."
 
 

@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -116,10 +116,8 @@ class Engine:
             except ProcessLookupError:
                 return
         self._process.join(15)
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.join()
 
 

@@ -30,7 +30,9 @@ class DraftTree:
         """A draft without branches."""
         array = np.asarray(tokens, dtype=np.int32)
         n = len(array)
-        parents = _CHAIN_PARENTS[:n] if n <= len(_CHAIN_PARENTS) else np.arange(-1, n - 1, dtype=np.int32)
+        parents = (
+            _CHAIN_PARENTS[:n] if n <= len(_CHAIN_PARENTS) else np.arange(-1, n - 1, dtype=np.int32)
+        )
         return cls(array, parents)
 
     @property
