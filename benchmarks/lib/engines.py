@@ -8,9 +8,9 @@ import socket
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,8 @@ class Batch:
     answers: list[Answer]
     counters: Counters
     """Growth during the batch."""
+    cpu_seconds: float | None = None
+    """CPU time of the configuration's processes meanwhile."""
 
 
 class Engine(ABC):
@@ -83,11 +85,17 @@ class Engine(ABC):
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Batch:
         """Run one batch with every other engine frozen, and freeze this one again."""
+        return self.thawed(lambda: self._generate(prompts, sampling))
+
+    def thawed(self, work: Callable[[], Batch]) -> Batch:
+        """Do the work of one batch while this engine may run."""
+        before = self.group.cpu_seconds()
         self.group.thaw()
         try:
-            return self._generate(prompts, sampling)
+            batch = work()
         finally:
             self.group.freeze()
+        return replace(batch, cpu_seconds=round(self.group.cpu_seconds() - before, 2))
 
     def close(self) -> None:
         self.group.close()
@@ -126,9 +134,10 @@ class WorkerEngine(Engine):
             raise self._failed("ended")
         reply: dict[str, Any] = json.loads(line)
         if "error" in reply:
-            raise BenchError(
-                f"configuration '{self.name}': {reply['error']} (its log: {self.group.log})"
-            )
+            reason = reply["error"]
+            if "See root cause above" in reason:
+                reason = self.group.last_error()
+            raise BenchError(f"configuration '{self.name}': {reason} (its log: {self.group.log})")
         return reply
 
     def wait_ready(self) -> None:
@@ -141,11 +150,7 @@ class WorkerEngine(Engine):
 
     def generate_ids(self, prompts: Sequence[list[int]], sampling: Sampling) -> Batch:
         """`generate` for prompts of token ids."""
-        self.group.thaw()
-        try:
-            return self._batch(prompts, sampling)
-        finally:
-            self.group.freeze()
+        return self.thawed(lambda: self._batch(prompts, sampling))
 
     def _batch(self, prompts: Sequence[list[Any]], sampling: Sampling) -> Batch:
         request = {"op": "generate", "prompts": list(prompts), "sampling": sampling.model_dump()}

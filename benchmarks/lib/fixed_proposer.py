@@ -19,6 +19,9 @@ class FixedProposer:
         self.max_model_len = vllm_config.model_config.max_model_len
         self.draft = np.random.default_rng(0).integers(LEADS, vocab, self.limit).tolist()
 
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """There is none."""
+
     def propose(
         self,
         sampled_token_ids: list[list[int]],

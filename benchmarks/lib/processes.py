@@ -98,6 +98,6 @@ class ProcessGroup:
         """The line of the log that most likely says why the child ended."""
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines()]
         lines = [line for line in lines if line]
-        errors = [line for line in lines if "Error" in line and "core initialization" not in line]
+        errors = [line for line in lines if "Error: " in line and "See root cause" not in line]
         text = (errors or lines or ["nothing in its log"])[-1]
         return text.rpartition("] ")[2][:300] or text[:300]

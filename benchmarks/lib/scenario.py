@@ -39,7 +39,7 @@ class Group(_Strict):
 
     name: str
     prompts: str
-    """A .jsonl file: relative to the scenario's folder, its parent, or the working directory."""
+    """A .jsonl file, relative to the scenario, the working directory, or benchmarks/."""
     tasks: tuple[str, ...] = ()
     """Only these tasks (MT-bench: categories) of the file."""
     count: Annotated[int, Field(ge=1)] | None = None
@@ -183,7 +183,7 @@ def load_scenario(path: Path, datasets: Sequence[str] = ()) -> Scenario:
 
 def _find(prompts: str, scenario: Path) -> str:
     """The prompt file, relative to benchmarks/ where it lies there: paths are part of results."""
-    for folder in (scenario.parent, scenario.parent.parent, Path()):
+    for folder in (scenario.parent, scenario.parent.parent, Path(), BENCHMARKS):
         file = (folder / prompts).resolve()
         if file.is_file():
             return (

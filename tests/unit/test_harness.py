@@ -200,6 +200,26 @@ class TestReport:
         row = next(r for r in rows if (r["group"], r["configuration"]) == (ALL, "fast"))
         assert row["tok_s_by_round"]["0"] == pytest.approx(200 / 1.5, abs=1e-3)
 
+    def test_decode_speed_leaves_the_first_token_out(self) -> None:
+        one = turn(100, 10.0) | {"tpot": [0.02]}
+        rows = aggregate(
+            [{"round": 0, "group": "a", "batch_size": 1, "phases": {"p": {"x": [one]}}}]
+        )
+        assert rows[0]["decode_tok_s"]["median"] == pytest.approx(50.0)
+
+    def test_a_turn_without_cpu_time_is_left_out_for_all(self) -> None:
+        def cells(stalled: float) -> list[dict[str, Any]]:
+            good = turn(100, 1.0) | {"cpu_seconds": 1.5}
+            bad = turn(100, 1.0 + stalled) | {"cpu_seconds": 1.5}
+            phases = {"p": {"none": [good, bad, good], "fast": [good, good, good]}}
+            return [{"round": 0, "group": "a", "batch_size": 1, "phases": phases}]
+
+        rows = aggregate(cells(100.0))
+        assert [row["disturbed"] for row in rows] == [1, 1]
+        assert [row["tokens"] for row in rows] == [200, 200]
+        assert [row["tok_s"]["median"] for row in rows] == [100.0, 100.0]
+        assert [row["disturbed"] for row in aggregate(cells(0.5))] == [0, 0]
+
     def result(self) -> dict[str, Any]:
         rows = aggregate(CELLS)
         add_ratios(rows, "none")
@@ -214,7 +234,7 @@ class TestReport:
         text = table(self.result())
         lines = [line for line in text.splitlines() if line.startswith("| a | fast")]
         assert len(lines) == 1
-        assert "| 200.0 | 200.0 to 200.0 | 3.000 |" in lines[0]
+        assert "| 200.0 | 200.0 to 200.0 | 3.000 | 2.500 to 3.500 | 3.000 |" in lines[0]
         assert "0123456789+" in text
         widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
         assert len(widths) == 1
