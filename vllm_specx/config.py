@@ -37,8 +37,8 @@ class NgramConfig(_Strict):
     """Drafting stops where the estimated probability that the target still agrees falls below this;
     unset, drafts are as long as makes the most accepted tokens per unit of time (token_cost)."""
     token_cost: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Time to verify one more token, in units of the fixed part of a decode step; unset, 0.07 on a
-    CPU and 0.005 on a GPU."""
+    """Time to verify one more token, in units of the fixed part of a decode step; unset, 0.1 on a
+    CPU and 0.01 on a GPU."""
     pool: PoolConfig = PoolConfig()
 
     @model_validator(mode="before")
