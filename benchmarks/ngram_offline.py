@@ -27,7 +27,6 @@ import numpy as np
 from benchmarks.lib.errors import BenchError
 from benchmarks.lib.prompts import make_prompts
 from vllm_specx.config import NgramConfig
-from vllm_specx.draft.ngram import NgramLookahead
 from vllm_specx.draft.proposer import DraftContext
 
 PROMPTS = Path(__file__).parent / "prompts"
@@ -87,6 +86,9 @@ class Ours:
     """vllm_specx's lookahead."""
 
     def __init__(self, batch: int, **keys: Any) -> None:
+        # Not above: with numba loaded, vLLM 0.32's CPU workers do not start (`generate`).
+        from vllm_specx.draft.ngram import NgramLookahead
+
         self.lookahead = NgramLookahead(NgramConfig(**keys), batch, 4096, DRAFT)
 
     def draft(
@@ -244,7 +246,13 @@ def generate(args: argparse.Namespace) -> None:
     for path in [PROMPTS / "chat.jsonl", *args.dataset]:
         found = make_prompts(path, seed=SEED, cell="offline", round_index=0)
         prompts += [("chat", i % 2 == 1, p) for i, p in enumerate(found)]
-    llm = LLM(resolve(args.model), dtype="bfloat16", max_model_len=4096, enforce_eager=True)
+    llm = LLM(
+        resolve(args.model),
+        dtype="bfloat16",
+        max_model_len=4096,
+        max_num_seqs=16,
+        enforce_eager=True,
+    )
     outputs = llm.chat(
         [list(p.messages) for _, _, p in prompts],
         SamplingParams(temperature=0, max_tokens=args.max_tokens),
