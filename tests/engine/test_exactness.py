@@ -136,7 +136,7 @@ def test_a_proposer_that_fails_is_switched_off_and_the_engine_lives(
     try:
         assert ids(engine.chat(texts.ALL[:2], **LONG)) == expected[:2]
         log = engine.log.read_text()
-        assert log.count("the test told the proposer to fail") == 1
+        assert log.count("ValueError: the test told the proposer to fail") == 1
         assert "failed 3 times in a row and is switched off" in log
         script.set(mode="chain", tokens=[5, 6])
         before = engine.counters()
