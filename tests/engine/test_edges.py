@@ -101,13 +101,10 @@ def test_a_stop_string_in_the_middle_of_an_accepted_draft(
         {"min_tokens": 90},
         {"logprobs": 2},
         {"allowed_token_ids": list(range(200, 2000))},
-        {"n": 2},
     ],
     ids=lambda params: next(iter(params)),
 )
 def test_sampling_features(plain: Engine, ngram: Engine, params: dict[str, Any]) -> None:
-    if "n" in params:
-        params = {**params, "temperature": 0.0}
     wanted = plain.chat(texts.ALL[:6], max_tokens=100, **params)
     before = ngram.counters()
     assert ngram.chat(texts.ALL[:6], max_tokens=100, **params) == wanted
