@@ -19,7 +19,7 @@ from tests.conftest import Script
 from tests.engine.test_exactness import grown
 from tests.support.engine import Engine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SAMPLES = 3000
 LEVEL = 1e-4
