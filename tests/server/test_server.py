@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.server, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "not-a-secret"
 NAME = "smollm2-135m-instruct"
-COPY = "Count from 1 to 30, one number a line."
+COPY = "Write a Python function that reverses a string."
 
 
 def free_port() -> int:
@@ -37,7 +37,15 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = log
         command = [sys.executable, "-m", "vllm_specx.cli", "serve", "smollm2-135m-ngram", "--"]
-        command += ["--enforce-eager", "--max-model-len", "1024", "--api-key", KEY]
+        command += [
+            "--enforce-eager",
+            "--dtype",
+            "float32",
+            "--max-model-len",
+            "1024",
+            "--api-key",
+            KEY,
+        ]
         self.process = subprocess.Popen(
             command,
             cwd=ROOT,
