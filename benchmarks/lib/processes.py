@@ -25,6 +25,9 @@ def environment(*layers: Mapping[str, str]) -> dict[str, str]:
         env.update(layer)
     env.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     env.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # vLLM 0.32's ahead-of-time cache cannot be loaded on the CPU ("'function' object has no attribute
+    # 'finalize_loading'"), so every start compiles again; without it Inductor's own cache is used.
+    env.setdefault("VLLM_USE_AOT_COMPILE", "0")
     added, _ = cpu.environment(env) if cpu.is_cpu_vllm() else ({}, [])
     return {**env, **added}
 
