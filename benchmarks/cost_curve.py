@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                     if repeat >= 0:
                         times.setdefault((engine.name, batch_size, k), []).append(step_ms(batch))
             say(f"repeat {repeat + 1} of {args.repeats}" if repeat >= 0 else "warmed up")
+    except KeyboardInterrupt:
+        complete = (NONE, max(args.batch), 0) in times
+        if not complete:
+            raise
+        say("stopped early: what is measured is kept")
     finally:
         for engine in engines:
             engine.close()
@@ -154,6 +160,8 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--eager", action="store_true", help="do not compile")
     args = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
     try:
         if min(args.k) < 0 or max(args.k) > MAX_K:
             raise BenchError(f"--k {max(args.k, key=abs)}: K must be between 0 and {MAX_K}.")
@@ -161,6 +169,9 @@ def main() -> int:
     except BenchError as error:
         print(f"cost_curve: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("cost_curve: stopped before anything was measured.", file=sys.stderr)
+        return 130
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))

@@ -111,13 +111,9 @@ def show(args: argparse.Namespace) -> None:
     print(text)
 
 
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _interrupt)
+        signal.signal(number, signal.default_int_handler)
     try:
         args = _parser().parse_args(arguments)
         {"run": run, "table": show}[args.command](args)
