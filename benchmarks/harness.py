@@ -111,17 +111,21 @@ def show(args: argparse.Namespace) -> None:
     print(text)
 
 
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.default_int_handler)
+        signal.signal(number, _interrupt)
     try:
         args = _parser().parse_args(arguments)
         {"run": run, "table": show}[args.command](args)
     except BenchError as error:
         print(f"harness: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("harness: stopped; the same command continues it.", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print(f"harness: stopped by {error}; the same command continues it.", file=sys.stderr)
         return 130
     return 0
 
