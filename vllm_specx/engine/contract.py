@@ -117,6 +117,12 @@ HOOKS: tuple[Hook, ...] = (
         ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
     ),
     Hook(
+        "vllm.v1.sample.ops.topk_topp_sampler",
+        "apply_top_k_only",
+        "stock fault 6",
+        ("logits", "k"),
+    ),
+    Hook(
         "vllm.triton_utils.dispatcher",
         "register_kernels",
         "stock fault 1",

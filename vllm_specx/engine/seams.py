@@ -43,6 +43,7 @@ def activate_worker(vllm_config: Any) -> None:
     contract.check()
     install_runner_seams()
     shims.mend_expand_kernel()
+    shims.mend_top_k_of_nothing()
 
 
 def selected(vllm_config: Any) -> bool:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from vllm_specx.engine.patching import wrap
+
 logger = logging.getLogger(f"vllm.{__name__}")
 
 EXPAND_KERNEL = "vllm.v1.sample.rejection_sampler.expand_kernel"
@@ -67,3 +69,35 @@ def mend_expand_kernel() -> bool:
         "vllm_specx: mended vLLM's CPU rejection sampler, which is wrong at temperature > 0."
     )
     return True
+
+
+def top_k_of_nothing_fails() -> bool:
+    """Whether a batch without drafts ends the engine when a request has top_k.
+
+    Every step of a speculating engine goes through the rejection sampler, a prefill too; on a CPU,
+    vllm/v1/sample/ops/topk_topp_sampler.py `apply_top_k_only` (0.32, 0.33) then takes the maximum of
+    no elements.
+    """
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    try:
+        topk_topp_sampler.apply_top_k_only(torch.empty(0, 4), torch.empty(0, dtype=torch.int32))
+    except RuntimeError:
+        return True
+    return False
+
+
+def mend_top_k_of_nothing() -> bool:
+    """Stock fault 6: no rows have no top k. Goes when `top_k_of_nothing_fails()` is False on every
+    supported vLLM. Returns whether it was needed."""
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    if not top_k_of_nothing_fails():
+        return False
+    wrap(topk_topp_sampler, "apply_top_k_only", _apply_top_k_only)
+    return True
+
+
+def _apply_top_k_only(original: Any, logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = original(logits, k) if logits.shape[0] else logits
+    return result
