@@ -5,24 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.conftest import Script, scripted_engine
+from tests.engine.conftest import Script, scripted_engine
 from tests.support import texts
-from tests.support.engine import Engine
+from tests.support.engine import Engine, grown, ids
 
 pytestmark = pytest.mark.engine
 LONG = {"max_tokens": 128, "ignore_eos": True}
-
-
-def ids(outputs: list[dict[str, Any]]) -> list[list[int]]:
-    return [sequence for output in outputs for sequence in output["ids"]]
-
-
-def grown(before: dict[str, Any], after: dict[str, Any], name: str) -> int:
-    return int(after.get(f"vllm:{name}", 0) - before.get(f"vllm:{name}", 0))
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +62,7 @@ def tight(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engi
 def test_ngram_equals_no_speculation_under_preemption_and_chunked_prefill(
     tight: Engine, plain: Engine
 ) -> None:
-    padded = [text + " Here is more context." * 30 for text in texts.ALL[:8]]
+    padded = [text + " Here is more context." * 30 for text in texts.ALL]
     wanted = ids(plain.chat(padded, **LONG))
     lengths = [len(plain.prompt_ids(text)) for text in padded]
     assert min(lengths) > 128, "every prefill needs more than one step of 128 tokens"
@@ -82,7 +73,7 @@ def test_ngram_equals_no_speculation_under_preemption_and_chunked_prefill(
     assert grown(before, after, "spec_decode_num_accepted_tokens") > 0
 
 
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(("batch", "count"), [(1, 3), (8, 12)])
 @pytest.mark.parametrize("mode", ["right", "wrong"])
 def test_drafts_that_are_all_right_or_all_wrong(
     plain: Engine,
@@ -91,6 +82,7 @@ def test_drafts_that_are_all_right_or_all_wrong(
     expected: list[list[int]],
     mode: str,
     batch: int,
+    count: int,
 ) -> None:
     answers = {
         json.dumps(plain.prompt_ids(text)): answer
@@ -98,7 +90,7 @@ def test_drafts_that_are_all_right_or_all_wrong(
     }
     script.set(mode=mode, answers=answers)
     before = scripted.counters()
-    assert ids(scripted.chat(texts.ALL, batch=batch, **LONG)) == expected
+    assert ids(scripted.chat(texts.ALL[:count], batch=batch, **LONG)) == expected[:count]
     after = scripted.counters()
     drafted = grown(before, after, "spec_decode_num_draft_tokens")
     accepted = grown(before, after, "spec_decode_num_accepted_tokens")
@@ -131,16 +123,27 @@ def test_only_the_part_before_a_bad_token_is_verified(
 def test_a_proposer_that_fails_is_switched_off_and_the_engine_lives(
     model: str, script: Script, expected: list[list[int]], tmp_path: Path
 ) -> None:
-    script.set(mode="raise")
     engine = scripted_engine(model, tmp_path, script)
-    try:
-        assert ids(engine.chat(texts.ALL[:2], **LONG)) == expected[:2]
-        log = engine.log.read_text()
-        assert log.count("ValueError: the test told the proposer to fail") == 1
-        assert "failed 3 times in a row and is switched off" in log
-        script.set(mode="chain", tokens=[5, 6])
+
+    def drafted_in_the_right_answers() -> int:
         before = engine.counters()
         assert ids(engine.chat(texts.ALL[:2], **LONG)) == expected[:2]
-        assert grown(before, engine.counters(), "spec_decode_num_draft_tokens") == 0
+        return grown(before, engine.counters(), "spec_decode_num_draft_tokens")
+
+    try:
+        script.set(mode="chain", tokens=[5, 6], fail_every=2)
+        assert drafted_in_the_right_answers() > 0, "every other fault is not three in a row"
+        log = engine.log.read_text()
+        assert log.count("ValueError: the test told the proposer to fail") == 1
+        assert "switched off" not in log
+
+        script.set(mode="short")
+        assert drafted_in_the_right_answers() == 0
+        log = engine.log.read_text()
+        assert log.count("Traceback") == 1
+        assert log.count("failed 3 times in a row and is switched off") == 1
+
+        script.set(mode="chain", tokens=[5, 6])
+        assert drafted_in_the_right_answers() == 0
     finally:
         engine.close()

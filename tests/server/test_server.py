@@ -71,12 +71,15 @@ class Server:
                 time.sleep(0.5)
         raise AssertionError(f"the server did not come up:\n{self.log.read_text()[-4000:]}")
 
-    def accepted(self) -> float:
+    def metric(self, name: str) -> float:
+        """vLLM's metric `name`, over all its labels."""
         text = httpx.get(f"{self.url}/metrics", timeout=10).text
-        found = re.findall(
-            r"^vllm:spec_decode_num_accepted_tokens_total\{.*\} (\S+)$", text, re.MULTILINE
-        )
+        found = re.findall(rf"^vllm:{name}\{{.*\}} (\S+)$", text, re.MULTILINE)
+        assert found, f"/metrics has no vllm:{name}"
         return sum(float(value) for value in found)
+
+    def accepted(self) -> float:
+        return self.metric("spec_decode_num_accepted_tokens_total")
 
 
 @pytest.fixture(scope="module")
@@ -121,15 +124,17 @@ def test_an_answer_and_its_stream_are_the_same_and_drafts_are_accepted(
         stream=True,
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
-    assert text.split()[:20] == whole.split()[:20]
+    assert text == whole
     assert server.accepted() > before + 10
 
 
 def test_eight_at_once(server: Server, client: OpenAI) -> None:
+    questions = [f"{COPY} ({i})" for i in range(8)]
+    alone = [ask(client, question) for question in questions]
+    before = server.accepted()
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(lambda i: ask(client, f"{COPY} ({i})"), range(8)))
-    assert len(answers) == 8
-    assert all(len(answer) > 20 for answer in answers)
+        assert list(pool.map(lambda question: ask(client, question), questions)) == alone
+    assert server.accepted() > before
 
 
 def test_a_stop_string_in_a_stream_with_logprobs(client: OpenAI) -> None:
@@ -162,6 +167,7 @@ def test_a_stop_string_in_a_stream_with_logprobs(client: OpenAI) -> None:
 
 
 def test_a_client_that_goes_away(server: Server, client: OpenAI) -> None:
+    before = server.metric("generation_tokens_total")
     with httpx.stream(
         "POST",
         f"{server.url}/v1/chat/completions",
@@ -169,14 +175,51 @@ def test_a_client_that_goes_away(server: Server, client: OpenAI) -> None:
         json={
             "model": NAME,
             "messages": [{"role": "user", "content": COPY}],
-            "max_tokens": 500,
+            "max_tokens": 900,
             "stream": True,
             "ignore_eos": True,
         },
         timeout=60,
     ) as response:
         next(response.iter_lines())
+        appears = time.monotonic() + 10
+        while not server.metric("num_requests_running") and time.monotonic() < appears:
+            time.sleep(0.1)
+        assert server.metric("num_requests_running") == 1
+    deadline = time.monotonic() + 30
+    while server.metric("num_requests_running") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert server.metric("generation_tokens_total") < before + 900, "it was not made to the end"
     assert len(ask(client, "Tell me about the sea.")) > 20
+
+
+def test_a_request_with_top_k_and_one_at_a_high_temperature(client: OpenAI) -> None:
+    for sampling in ({"top_k": 5}, {"top_p": 0.9}, {"top_k": 5, "top_p": 0.9, "seed": 3}):
+        answer = client.chat.completions.create(
+            model=NAME,
+            messages=[{"role": "user", "content": "Tell me about the sea."}],
+            temperature=0.9,
+            max_tokens=30,
+            extra_body=sampling,
+        )
+        assert answer.usage is not None
+        assert 1 < answer.usage.completion_tokens <= 30
+
+
+def test_pools_are_chosen_in_the_request(server: Server, client: OpenAI) -> None:
+    def accepted(**more: object) -> float:
+        before = server.accepted()
+        ask(client, "Write a limerick about a lighthouse keeper.", extra_body=more)
+        return server.accepted() - before
+
+    mine = {"vllm_xargs": {"specx_pool": "mine"}}
+    first = accepted(**mine)
+    again = accepted(**mine)
+    assert again > first + 20, "a pool remembers"
+    assert accepted(vllm_xargs={"specx_pool": "yours"}) < again - 20
+    assert accepted(vllm_xargs={"specx_pool": "off"}) < again - 20
+    assert accepted(**mine, cache_salt="salt") < again - 20
+    assert accepted(**mine, cache_salt="salt") > first + 20
 
 
 def test_the_key_is_asked_for(server: Server) -> None:

@@ -6,6 +6,7 @@ between calls so that idle engines do not spin on the cores of the one at work.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
@@ -25,7 +26,9 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "block_size": 32,
     "disable_log_stats": False,
+    "kv_cache_memory_bytes": 2**28,
 }
+_PR_SET_PDEATHSIG = 1
 
 
 def preload() -> str:
@@ -59,7 +62,12 @@ class Engine:
         self._process = context.Process(
             target=_main, args=(child, str(log), {**DEFAULTS, **kwargs}), daemon=False
         )
-        changes = {"VLLM_CPU_KVCACHE_SPACE": "1", "LD_PRELOAD": preload(), **(env or {})}
+        changes = {
+            "LD_PRELOAD": preload(),
+            "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "36000",  # a step may be frozen in its middle
+            "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `patches` sends a function to the worker
+            **(env or {}),
+        }
         with environment(changes):
             self._process.start()
         child.close()
@@ -77,6 +85,14 @@ class Engine:
     def prompt_ids(self, text: str) -> list[int]:
         """The chat template's token ids for one user turn."""
         return self._call("prompt_ids", text)  # type: ignore[no-any-return]
+
+    def stream(self, text: str, **common: Any) -> dict[str, Any]:
+        """As chat for one text, put together from what each step adds."""
+        return self._call("stream", text, common)  # type: ignore[no-any-return]
+
+    def patches(self) -> dict[str, bool]:
+        """Which of our changes to vLLM are in effect in the worker."""
+        return self._call("patches")  # type: ignore[no-any-return]
 
     def abort_one(self, texts: Sequence[str], after: int, **common: Any) -> list[list[int] | None]:
         """As chat, but the first request is aborted after `after` steps (None in the answer)."""
@@ -125,8 +141,24 @@ class EngineError(Exception):
     """What the engine's process raised, as `Type: message`."""
 
 
+def ids(outputs: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """The token ids of every sample of every output."""
+    return [sequence for output in outputs for sequence in output["ids"]]
+
+
+def grown(before: dict[str, Any], after: dict[str, Any], name: str) -> int:
+    """By how much vLLM's counter `name` grew."""
+    return int(after.get(f"vllm:{name}", 0) - before.get(f"vllm:{name}", 0))
+
+
+def _die_with_parent() -> None:
+    """A test run that is killed leaves no stopped engines behind."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _main(pipe: Connection, log: str, kwargs: dict[str, Any]) -> None:
     os.setsid()
+    _die_with_parent()
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -201,6 +233,43 @@ def _do_prompt_ids(llm: Any, text: str) -> list[int]:
         _conversations([text])[0], add_generation_prompt=True, return_dict=False
     )
     return [int(i) for i in ids]
+
+
+def _do_stream(llm: Any, text: str, common: dict[str, Any]) -> Any:
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = llm.llm_engine
+    (params,) = _params(None, {**common, "output_kind": RequestOutputKind.DELTA}, 1)
+    prompt = {"prompt_token_ids": _do_prompt_ids(llm, text)}
+    engine.add_request(f"stream-{time.monotonic_ns()}", prompt, params)
+    whole: dict[str, Any] = {"ids": [], "text": "", "logprobs": 0, "reason": None, "chunks": 0}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            (delta,) = output.outputs
+            whole["chunks"] += 1
+            whole["ids"] += delta.token_ids
+            whole["text"] += delta.text
+            whole["logprobs"] += len(delta.logprobs or ())
+            whole["reason"] = delta.finish_reason or whole["reason"]
+    return whole
+
+
+def _do_patches(llm: Any) -> dict[str, bool]:
+    (found,) = llm.collective_rpc(_patches_of_worker)
+    return dict(found)
+
+
+def _patches_of_worker(worker: Any) -> dict[str, bool]:
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from vllm_specx.engine import shims
+    from vllm_specx.engine.patching import MARK
+
+    return {
+        "step": hasattr(GPUModelRunner.propose_draft_token_ids, MARK),
+        "fits": hasattr(GPUModelRunner._input_fits_in_drafter, MARK),
+        "sampler": not shims.expand_is_wrong(),
+    }
 
 
 def _do_abort_one(llm: Any, texts: list[str], after: int, common: dict[str, Any]) -> Any:

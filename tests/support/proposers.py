@@ -19,7 +19,8 @@ class ScriptedDrafts:
     """Drafts by the JSON file that SPECX_TEST_SCRIPT names, read anew when it changes.
 
     mode: "nothing" | "right" | "wrong" (both by `answers`: prompt ids as a JSON list -> answer ids)
-    | "chain" (`tokens`, whatever the context) | "raise" | "short" (too few drafts).
+    | "chain" (`tokens`, whatever the context) | "short" (one draft too few).
+    fail_every: raises in every so manieth step.
     """
 
     needs_hidden_states: ClassVar[bool] = True
@@ -28,6 +29,7 @@ class ScriptedDrafts:
         self.path = path
         self.stamp = 0
         self.script: dict[str, Any] = {"mode": "nothing"}
+        self.steps = 0
 
     def propose(self, context: DraftContext) -> list[DraftTree]:
         stamp = os.stat(self.path).st_mtime_ns
@@ -38,7 +40,8 @@ class ScriptedDrafts:
         assert context.hidden_states is not None
         assert context.hidden_states.shape[0] == len(context.request_ids)
         mode = self.script["mode"]
-        if mode == "raise":
+        self.steps += 1
+        if self.steps % self.script.get("fail_every", self.steps + 1) == 0:
             raise ValueError("the test told the proposer to fail")
         drafts = [DraftTree.chain(self._one(context, i)) for i in range(len(context.request_ids))]
         return drafts[:-1] if mode == "short" else drafts

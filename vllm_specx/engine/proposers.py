@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm_specx import config
 from vllm_specx.draft.proposer import Proposer
@@ -22,6 +22,10 @@ class EngineProposer(ABC):
     """
 
     name: str
+    remembers: ClassVar[bool] = False
+    """Whether drafts depend on earlier requests. vLLM's rejection sampler uses up a request's
+    random numbers by its drafts, so a seed gives the same text again only with the same drafts:
+    seeded requests at temperature > 0 get none from a proposer that remembers."""
 
     def __init__(self, vllm_config: Any) -> None:
         seams.activate_worker(vllm_config)
@@ -58,6 +62,7 @@ class NgramProposer(EngineProposer):
     """`specx:ngram`, the training-free lookahead (draft/ngram.py)."""
 
     name = "ngram"
+    remembers = True
 
     def build(self) -> Proposer:
         from vllm_specx.draft.ngram import NgramLookahead

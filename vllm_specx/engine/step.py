@@ -137,17 +137,21 @@ def _follow(
         entry = mine.get(request_id)
         state = live[request_id]
         if entry is None or entry.state is not state:
-            entry = mine[request_id] = _first_sight(state, drafter.max_model_len)
+            entry = mine[request_id] = _first_sight(state, drafter)
         known.append(entry)
     return known, finished
 
 
-def _first_sight(state: Any, max_model_len: int) -> _Known:
+def _first_sight(state: Any, drafter: EngineProposer) -> _Known:
     params = state.sampling_params
-    last = max_model_len
-    if params is not None and params.max_tokens is not None:
+    if params is None:
+        return _Known(state, pool_of(None), drafter.max_model_len)
+    last = drafter.max_model_len
+    if params.max_tokens is not None:
         last = min(last, state.num_prompt_tokens + params.max_tokens)
-    return _Known(state, pool_of(params.extra_args if params is not None else None), last)
+    if drafter.remembers and params.seed is not None and params.temperature > 0:
+        last = 0
+    return _Known(state, pool_of(params.extra_args), last)
 
 
 def _last_accepted_rows(

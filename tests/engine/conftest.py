@@ -1,4 +1,4 @@
-"""Real engines that several tests share: one for each configuration, started when first asked for."""
+"""Real engines that several files share: one for each configuration, started when first asked for."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 
 from tests.support.engine import Engine
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NGRAM = {"method": "specx:ngram", "num_speculative_tokens": 8}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def model() -> str:
     """The embedded checkpoint's folder."""
     from vllm_specx.models.embedded import checkpoint
@@ -25,7 +25,7 @@ def model() -> str:
     return str(checkpoint("embedded:smollm2-135m-instruct"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def plain(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """No speculation."""
     engine = Engine(tmp_path_factory.mktemp("plain") / "log", model=model)
@@ -33,7 +33,7 @@ def plain(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engi
     engine.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ngram(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """specx:ngram by the short form."""
     engine = Engine(
@@ -58,7 +58,7 @@ class Script:
         os.utime(self.path, ns=(time.time_ns(), time.time_ns()))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Script:
     """What the scripted engine drafts."""
     return Script(tmp_path_factory.mktemp("script") / "script.json")
@@ -82,7 +82,7 @@ def scripted_engine(model: str, folder: Path, script: Script, **kwargs: Any) -> 
     )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def scripted(
     model: str, script: Script, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
