@@ -1,0 +1,1 @@
+"""Training draft heads: prompts -> the target's own answers -> hidden states -> heads."""

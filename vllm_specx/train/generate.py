@@ -1,0 +1,281 @@
+"""Self-distillation data: the target answers prompts, and every answer is kept as token ids.
+
+    python -m vllm_specx.train.generate SETTINGS.json FOLDER
+
+writes FOLDER/text-00000.safetensors ... with
+    tokens int32 [T]: conversations end to end;
+    offsets int64 [N+1]: where each begins;
+    source uint8 [T]: 0 given, 1 generated greedily, 2 sampled at temperature > 0;
+    task uint8 [N]: index into the metadata's `tasks`.
+A killed run loses at most the shard it was making; the same command goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from vllm_specx.train import shards
+from vllm_specx.train.chat import Chat
+from vllm_specx.train.errors import TrainError
+from vllm_specx.train.prompts import Prompt, built_in, from_files
+
+KIND = "text"
+GIVEN, GREEDY, SAMPLED = 0, 1, 2
+
+
+class GenerateSettings(BaseModel):
+    """What the training text is made from."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    target: str
+    """The target's checkpoint folder or hub name."""
+    tokens: Annotated[int, Field(ge=1)] = 3_000_000
+    """Tokens to be generated; a larger number later goes on."""
+    prompts: tuple[Path, ...] = ()
+    """JSONL files of prompts; none: the built-in templates and the target's own."""
+    seed: int = 0
+    own_share: Annotated[float, Field(ge=0, le=1)] = 0.35
+    """Share of prompts that the target writes itself."""
+    follow_up_share: Annotated[float, Field(ge=0, le=1)] = 0.15
+    sampled_share: Annotated[float, Field(ge=0, le=1)] = 0.3
+    """Share of answers at a temperature between 0.7 and 1; the others are greedy."""
+    max_answer: Annotated[int, Field(ge=1)] = 256
+    max_length: Annotated[int, Field(ge=16)] = 1024
+    """Tokens of a whole conversation."""
+    conversations: Annotated[int, Field(ge=1)] = 256
+    """Conversations a shard."""
+    batch: Annotated[int, Field(ge=1)] = 64
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What must be the same for shards to belong together."""
+        kept = self.model_dump(mode="json", exclude={"tokens", "batch", "target", "prompts"})
+        files = [hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in self.prompts]
+        return {"target": target_identity(self.target), "prompts": files, **kept}
+
+
+def target_identity(target: str) -> str:
+    """A name that changes with the target's weights: sizes and configuration of a folder, or the hub name."""
+    folder = Path(target)
+    if not folder.is_dir():
+        return target
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{file.name} {file.stat().st_size}".encode())
+    return f"{folder.name} {digest.hexdigest()[:16]}"
+
+
+class Target(Protocol):
+    """What generation needs of an engine (engine/offline.py: OfflineTarget)."""
+
+    def tokenizer(self) -> Any: ...
+
+    def generate(self, prompts: Any, sampling: Any) -> list[Any]: ...
+
+
+@dataclass
+class _Conversation:
+    prompt: Prompt
+    messages: list[dict[str, str]]
+    ids: list[int]
+    source: list[int]
+    temperature: float
+    open: bool = True
+    text: str = field(default="")
+
+
+class Generator:
+    """Makes shards with a running target."""
+
+    def __init__(self, settings: GenerateSettings, target: Target) -> None:
+        from vllm_specx.engine.offline import Sampling
+
+        self._sampling = Sampling
+        self._settings = settings
+        self._target = target
+        self._chat = Chat(target.tokenizer())
+        self._given = from_files(settings.prompts) if settings.prompts else None
+
+    def shard(self, index: int) -> tuple[shards.Arrays, dict[str, str]]:
+        """Arrays and metadata of shard `index`; the prompts depend on the seed and the index only."""
+        settings = self._settings
+        chance = random.Random(f"{settings.seed}/{index}/temperature")
+        prompts = self._write_own(
+            list(itertools.islice(self._prompts(index), settings.conversations)), chance
+        )
+        conversations = []
+        for prompt in prompts:
+            sampled = chance.random() < settings.sampled_share
+            temperature = round(chance.uniform(0.7, 1.0), 2) if sampled else 0.0
+            messages = prompt.chat()
+            ids = self._chat.ids(self._chat.text(messages))
+            conversations.append(
+                _Conversation(prompt, messages, ids, [GIVEN] * len(ids), temperature)
+            )
+        self._answer(conversations, chance)
+        self._follow_up(conversations)
+        self._answer(conversations, chance)
+        return _arrays([c for c in conversations if any(c.source)])
+
+    def _prompts(self, index: int) -> Iterator[Prompt]:
+        settings = self._settings
+        if self._given is None:
+            yield from built_in(
+                f"{settings.seed}/{index}",
+                own_share=settings.own_share,
+                follow_up_share=settings.follow_up_share,
+            )
+        first = index * settings.conversations
+        for i in itertools.count(first):
+            assert self._given is not None
+            yield self._given[i % len(self._given)]
+
+    def _write_own(self, prompts: list[Prompt], chance: random.Random) -> list[Prompt]:
+        own = [prompt for prompt in prompts if prompt.own]
+        begun = [self._chat.ids(self._chat.before_user + prompt.start) for prompt in own]
+        sampling = [self._sampling(1.0, 192, chance.getrandbits(31)) for _ in own]
+        written = []
+        for prompt, completion in zip(own, self._target.generate(begun, sampling), strict=True):
+            text = (prompt.start + completion.text).strip()
+            if completion.finished and len(text) > 3:
+                written.append(Prompt("own", (("user", text),), prompt.follow_up))
+        return [*(prompt for prompt in prompts if not prompt.own), *written]
+
+    def _answer(self, conversations: list[_Conversation], chance: random.Random) -> None:
+        settings = self._settings
+        asked = [c for c in conversations if c.open]
+        asked = [c for c in asked if len(c.ids) + 16 < settings.max_length]
+        sampling = [
+            self._sampling(
+                c.temperature,
+                min(settings.max_answer, settings.max_length - len(c.ids) - 1),
+                chance.getrandbits(31) if c.temperature else None,
+            )
+            for c in asked
+        ]
+        for c in conversations:
+            c.open = False
+        completions = self._target.generate([c.ids for c in asked], sampling)
+        for c, completion in zip(asked, completions, strict=True):
+            c.ids += completion.token_ids
+            c.source += [SAMPLED if c.temperature else GREEDY] * len(completion.token_ids)
+            c.text = completion.text
+            c.open = completion.finished
+
+    def _follow_up(self, conversations: list[_Conversation]) -> None:
+        for c in conversations:
+            turn = None
+            if c.open and c.prompt.follow_up:
+                turn = self._chat.next_turn(c.messages, c.text, c.prompt.follow_up)
+            if not turn:
+                c.open = False
+                continue
+            end = turn[0] == c.ids[-1]
+            c.ids += turn[1:] if end else turn
+            c.source += [GIVEN] * (len(turn) - end)
+
+
+def _arrays(conversations: list[_Conversation]) -> tuple[shards.Arrays, dict[str, str]]:
+    tasks = sorted({c.prompt.task for c in conversations})
+    lengths = [len(c.ids) for c in conversations]
+    source = np.array([s for c in conversations for s in c.source], np.uint8)
+    arrays: shards.Arrays = {
+        "tokens": np.array([i for c in conversations for i in c.ids], np.int32),
+        "offsets": np.cumsum([0, *lengths]).astype(np.int64),
+        "source": source,
+        "task": np.array([tasks.index(c.prompt.task) for c in conversations], np.uint8),
+    }
+    return arrays, {"tasks": json.dumps(tasks), "generated": str(int((source > 0).sum()))}
+
+
+def existing(folder: Path) -> dict[int, int]:
+    """Whole shards and the tokens generated in each; broken ones are deleted."""
+    found = {}
+    for index in shards.indices(folder, KIND):
+        path = shards.shard_path(folder, KIND, index)
+        try:
+            found[index] = int(shards.read_shard(path).meta["generated"])
+        except shards.BrokenShard as error:
+            print(f"vllm-specx: {error}; it is made anew.", file=sys.stderr)
+            path.unlink(missing_ok=True)
+    return found
+
+
+def generate(
+    settings: GenerateSettings,
+    folder: Path,
+    make_target: Callable[[], Target],
+    report: Callable[[int, int], None],
+) -> int:
+    """Fill `folder` until settings.tokens are generated; the number that are there.
+
+    make_target: starts the engine, only if there is something to do.
+    report: told (tokens so far, tokens wanted) after each shard.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    shards.remove_leftovers(folder)
+    shards.check_fingerprint(folder, KIND, settings.fingerprint())
+    have = existing(folder)
+    total = sum(have.values())
+    report(total, settings.tokens)
+    if total >= settings.tokens:
+        return total
+    generator = Generator(settings, make_target())
+    for index in itertools.count():
+        if index in have:
+            continue
+        arrays, meta = generator.shard(index)
+        made = int(meta["generated"])
+        if not made:
+            raise TrainError(f"the target {settings.target} answers nothing to the prompts.")
+        shards.write_shard(shards.shard_path(folder, KIND, index), arrays, meta)
+        total += made
+        report(total, settings.tokens)
+        if total >= settings.tokens:
+            return total
+    return total
+
+
+def engine_target(settings: GenerateSettings) -> Callable[[], Target]:
+    """Starts the target with vLLM."""
+
+    def make() -> Target:
+        from vllm_specx.engine.offline import OfflineTarget
+
+        return OfflineTarget(
+            settings.target, batch=settings.batch, max_model_len=settings.max_length
+        )
+
+    return make
+
+
+def main(arguments: list[str]) -> int:
+    """Generate in a process of its own, so that the engine's memory is free afterwards."""
+    from vllm_specx.train.progress import Progress
+
+    settings = GenerateSettings.model_validate_json(Path(arguments[0]).read_text())
+    began = time.monotonic()
+    with Progress("text", "tok") as progress:
+        try:
+            total = generate(settings, Path(arguments[1]), engine_target(settings), progress.update)
+        except TrainError as error:
+            print(f"vllm-specx: {error}", file=sys.stderr)
+            return 2
+    print(f"text: {total} tokens, {time.monotonic() - began:.0f} s", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
