@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 from vllm_specx.config import NgramConfig
 from vllm_specx.draft.ngram import NgramLookahead
@@ -26,8 +27,15 @@ class Request:
 class Runner:
     """A batch in rows of one array; `step` proposes for some requests and returns their drafts."""
 
-    def __init__(self, lookahead: NgramLookahead, rows: int = 8, width: int = 512) -> None:
+    def __init__(
+        self,
+        lookahead: NgramLookahead,
+        rows: int = 8,
+        width: int = 512,
+        costs: npt.NDArray[np.float64] | None = None,
+    ) -> None:
         self.lookahead = lookahead
+        self.costs = costs
         self.token_ids = np.zeros((rows, width), np.int32)
         self.finished: list[str] = []
 
@@ -57,6 +65,7 @@ class Runner:
                 pools=[r.pool for r in requests],
                 finished=self.finished,
                 vocab_size=vocab_size,
+                costs=self.costs,
             )
         )
         self.finished = []

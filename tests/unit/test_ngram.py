@@ -172,25 +172,63 @@ def test_min_probability_decides_alone() -> None:
     assert lengths[0] > lengths[-1] == 0
 
 
-def expected_rate(reach: np.ndarray[tuple[int, int], np.dtype[np.float64]], lengths: list[int], cost: float) -> float:  # fmt: skip
+def expected_rate(
+    reach: kernels.FloatArray, lengths: list[int], costs: kernels.FloatArray
+) -> float:
     gain = len(lengths) + sum(float(reach[i, :k].sum()) for i, k in enumerate(lengths))
-    return gain / (1 + cost * (len(lengths) + sum(lengths)))
+    return gain / float(costs[sum(lengths)])
 
 
 @settings(max_examples=100, deadline=None)
 @given(
     p=st.lists(st.lists(st.floats(0.01, 0.99), min_size=3, max_size=3), min_size=1, max_size=3),
-    cost=st.floats(0.001, 0.9),
+    rises=st.lists(st.floats(0.0, 2.0), min_size=9, max_size=9),
 )
-def test_lengths_are_the_best_of_all(p: list[list[float]], cost: float) -> None:
-    """The chosen draft lengths against every combination of lengths."""
+def test_lengths_are_the_best_of_all(p: list[list[float]], rises: list[float]) -> None:
+    """The chosen draft lengths against every combination of lengths, for costs of any shape."""
     reach = np.cumprod(np.array(p), axis=1)
     size = len(p)
     lengths = np.zeros(size, np.int64)
     full = np.full(size, 3, np.int64)
-    kernels.choose_lengths(reach, full, full, cost, -1.0, lengths)
-    best = max(expected_rate(reach, list(k), cost) for k in np.ndindex(*[4] * size))
-    assert expected_rate(reach, lengths.tolist(), cost) == pytest.approx(best)
+    costs = np.cumsum([1.0, *rises])
+    kernels.choose_lengths(reach, full, full, costs, -1.0, lengths)
+    careful = reach**kernels.CAUTION
+    best = max(expected_rate(careful, list(k), costs) for k in np.ndindex(*[4] * size))
+    assert expected_rate(careful, lengths.tolist(), costs) == pytest.approx(best)
+
+
+def test_costs_go_on_in_a_straight_line() -> None:
+    """Costs known for fewer tokens than are predicted: as if the line had been written out."""
+    reach = np.cumprod(np.full((2, 8), 0.95), axis=1)
+    full = np.full(2, 8, np.int64)
+    answers = []
+    for costs in (1 + 0.05 * np.arange(3), 1 + 0.05 * np.arange(17)):
+        lengths = np.zeros(2, np.int64)
+        kernels.choose_lengths(reach, full, full, costs, -1.0, lengths)
+        answers.append(lengths.tolist())
+    assert answers[0] == answers[1]
+    assert 0 < answers[0][0] <= 8
+
+
+def test_a_step_up_in_the_costs_is_respected() -> None:
+    """Measured costs are not lines: where one more token is dear, the draft ends before it."""
+    reach = np.cumprod(np.full((1, 8), 0.9), axis=1)
+    full = np.full(1, 8, np.int64)
+    lengths = np.zeros(1, np.int64)
+    costs = np.array([1.0, 1.01, 1.02, 1.03, 3.0, 3.01, 3.02, 3.03, 3.04])
+    kernels.choose_lengths(reach, full, full, costs, -1.0, lengths)
+    assert lengths.tolist() == [3]
+
+
+def test_costs_of_the_engine_go_before_the_usual_ones() -> None:
+    """DraftContext.costs decide the length, unless token_cost is configured."""
+    dear = 1.0 + np.arange(33.0)
+    tokens = [*PHRASE, 1, 2, *PHRASE[:2]]
+    usual, engine, given_one = (
+        len(Runner(lookahead(**keys), costs=costs).step([request("a", tokens)])[0])
+        for keys, costs in (({}, None), ({}, dear), ({"token_cost": 0.001}, dear))
+    )
+    assert engine == 0 < usual <= given_one
 
 
 def test_drafts_are_shorter_where_tokens_cost_more() -> None:

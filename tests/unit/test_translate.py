@@ -78,6 +78,7 @@ def test_the_long_form_and_stock_methods() -> None:
         ({"method": "ngram", "specx": {}}, {"specx": {}}, "keep one"),
         ({"method": "ngram", "specx": {"proposer": "ngram"}}, None, "specx:ngram"),
         ({"method": "ngram", "specx": 3}, None, "must be a mapping"),
+        ({"method": "ngrm", "specx": {}}, None, "unknown method 'ngrm'; did you mean 'ngram'"),
     ],
 )
 def test_a_wrong_configuration_is_one_sentence(

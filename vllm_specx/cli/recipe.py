@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,8 +55,10 @@ class Recipe(BaseModel):
 
 
 def folder() -> Path:
-    """The recipes that come with the checkout."""
-    return Path(vllm_specx.__file__).parent.parent / "recipes"
+    """The recipes that come with the checkout, or where a wheel puts them."""
+    checkout = Path(vllm_specx.__file__).parent.parent / "recipes"
+    installed = Path(sysconfig.get_path("data")) / "share" / "vllm_specx" / "recipes"
+    return checkout if checkout.is_dir() else installed
 
 
 def names() -> list[str]:

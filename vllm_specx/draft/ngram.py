@@ -28,6 +28,7 @@ from vllm_specx.draft.ngram_kernels import (
     POOL,
     PROMPT,
     SHADOW,
+    FloatArray,
     IntArray,
     LongArray,
     Requests,
@@ -39,9 +40,8 @@ from vllm_specx.draft.ngram_pool import Pool
 from vllm_specx.draft.proposer import DraftContext
 from vllm_specx.draft.tree import EMPTY_DRAFT, DraftTree
 
-# Measured costs were 0.03 to 0.1 of the fixed part of a step on CPUs; in replays the best drafts
-# came from some 1.5 times the true cost (benchmarks/ngram_offline.py).
-TOKEN_COST_CPU = 0.1
+# Until the engine's own step times are known. Measured on CPUs: 0.03 to 0.1 of a step.
+TOKEN_COST_CPU = 0.06
 TOKEN_COST_GPU = 0.01
 INDEX_QUOTA = 2048
 """Pool tokens indexed in one step at most."""
@@ -73,6 +73,7 @@ class NgramLookahead:
         self.weights = initial_weights()
         usual_cost = TOKEN_COST_GPU if torch.cuda.is_available() else TOKEN_COST_CPU
         self.token_cost = config.token_cost or usual_cost
+        self._cost_given = config.token_cost is not None
         self.minimum = -1.0 if config.min_probability is None else config.min_probability
         self.pool = Pool(config.pool.max_tokens if config.pool.enabled else 1024, self.levels)
         self._requests = 2 * max_batch
@@ -104,6 +105,7 @@ class NgramLookahead:
         reach = np.empty((size, self.max_draft))
         predicted: LongArray = np.empty(size, np.int64)
         lengths: LongArray = np.empty(size, np.int64)
+        costs = self._costs(context, size)
         step(
             self._arrays,
             self.pool.arrays,
@@ -115,14 +117,14 @@ class NgramLookahead:
             self.levels,
             self.config.max_match,
             context.vocab_size,
-            self._floor(size),
+            self._floor(size, costs),
             self.weights,
             out,
             reach,
             predicted,
         )
         budgets = np.asarray(context.budgets, np.int64)
-        choose_lengths(reach, predicted, budgets, self.token_cost, self.minimum, lengths)
+        choose_lengths(reach, predicted, budgets, costs, self.minimum, lengths)
         return [
             DraftTree.chain(out[i, :length]) if length else EMPTY_DRAFT
             for i, length in enumerate(lengths.tolist())
@@ -151,12 +153,21 @@ class NgramLookahead:
                     )
                 )
 
-    def _floor(self, batch: int) -> float:
+    def _floor(self, batch: int, costs: FloatArray) -> float:
         """Predict on while a token is at least half as likely to be accepted as drafting asks."""
         if self.minimum >= 0:
             return max(0.5 * self.minimum, 0.002)
-        cost = self.token_cost * batch
-        return 0.5 * cost / (1 + cost)
+        slope = float(costs[-1] - costs[0]) / max(1, len(costs) - 1)
+        return min(max(0.5 * batch * slope / float(costs[0]), 0.002), 0.5)
+
+    def _costs(self, context: DraftContext, batch: int) -> FloatArray:
+        """float64 [N]: what a step costs that verifies 0, 1, ... draft tokens in all."""
+        if context.costs is not None and not self._cost_given:
+            return context.costs
+        tokens: FloatArray = np.arange(batch, batch * (1 + self.max_draft) + 1, dtype=np.float64)
+        tokens *= self.token_cost
+        tokens += 1.0
+        return tokens
 
     def _find_slots(
         self, context: DraftContext, num_tokens: LongArray, num_sampled: LongArray

@@ -80,6 +80,9 @@ USEFUL = 4
 """A document of the pool was useful where this many of its tokens came true in a row."""
 MAX_MISSES = 8
 WINDOW = 12
+CAUTION = 1.5
+"""Reach is raised to this power where drafts are cut: those chosen for a high estimate are
+overestimated, and the more so the deeper (benchmarks/ngram_offline.py)."""
 
 
 class Requests(NamedTuple):
@@ -651,33 +654,53 @@ def choose_lengths(
     reach: FloatArray,
     predicted: LongArray,
     budgets: LongArray,
-    token_cost: float,
+    costs: FloatArray,
     minimum: float,
     lengths: LongArray,
 ) -> None:
-    """How many of the predicted tokens to draft: the most accepted tokens per unit of time.
+    """How many of the predicted tokens to draft: the most expected tokens per unit of time.
 
-    A step that verifies N tokens is taken to last 1 + token_cost * N, in units of the fixed part
-    of a step. Expected tokens over time is largest where every token is drafted whose probability of
-    being accepted is at least token_cost times that best ratio (Dinkelbach's iteration finds it).
+    costs: float64 [N], the time of a step that verifies 0, 1, ... draft tokens in all, in any unit;
+    beyond its end it goes on in a straight line. Reach falls with depth, so the n likeliest tokens
+    of the batch are always whole drafts' beginnings, and the best n is found by trying each.
     minimum: if not negative, draft while reach is at least this instead.
     lengths: int64 [B], the answer.
     """
     size = predicted.shape[0]
-    rate = 0.0
-    for _ in range(8):
-        bar = minimum if minimum >= 0.0 else rate * token_cost
-        gain = float(size)
-        tokens = size
+    bar = minimum
+    chosen = 0
+    if minimum < 0.0:
+        total = 0
         for b in range(size):
-            k = 0
-            most = min(predicted[b], budgets[b])
-            while k < most and reach[b, k] >= bar:
-                gain += reach[b, k]
-                k += 1
-            lengths[b] = k
-            tokens += k
-        new_rate = gain / (1.0 + token_cost * tokens)
-        if minimum >= 0.0 or new_rate <= rate + 1e-9:
-            break
-        rate = new_rate
+            total += max(0, min(predicted[b], budgets[b]))
+        values = np.empty(total, np.float64)
+        i = 0
+        for b in range(size):
+            for k in range(min(predicted[b], budgets[b])):
+                values[i] = reach[b, k]
+                i += 1
+        values.sort()
+        last = costs.shape[0] - 1
+        slope = costs[last] - costs[last - 1] if last > 0 else 0.0
+        gain = float(size)
+        best = gain / costs[0]
+        bar = 2.0
+        for n in range(1, total + 1):
+            gain += values[total - n] ** CAUTION
+            cost = costs[n] if n <= last else costs[last] + slope * (n - last)
+            if gain > best * cost:
+                best = gain / cost
+                bar = values[total - n]
+                chosen = n
+    for b in range(size):
+        most = min(predicted[b], budgets[b])
+        k = 0
+        while k < most and (reach[b, k] > bar or (minimum >= 0.0 and reach[b, k] == bar)):
+            k += 1
+        lengths[b] = k
+        chosen -= k
+    for b in range(size):
+        most = min(predicted[b], budgets[b])
+        while chosen > 0 and lengths[b] < most and reach[b, lengths[b]] == bar:
+            lengths[b] += 1
+            chosen -= 1

@@ -28,6 +28,8 @@ class DraftContext:
     pools: B names of the memory the request shares; None shares nothing.
     finished: ids of requests that have ended since the last step.
     vocab_size: a drafted id must be below it.
+    costs: float64 [N], the time of a step of this batch that verifies 0, 1, ... N - 1 draft tokens
+        in all, in any unit; None while it is not known.
     hidden_states: [B, hidden] of the target, at each request's last accepted row; None unless the
         proposer asks for them.
     """
@@ -43,6 +45,7 @@ class DraftContext:
     pools: Sequence[str | None]
     finished: Sequence[str]
     vocab_size: int
+    costs: npt.NDArray[np.float64] | None = None
     hidden_states: torch.Tensor | None = None
 
 

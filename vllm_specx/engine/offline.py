@@ -14,7 +14,6 @@ class Sampling:
 
     temperature: float
     max_tokens: int
-    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,7 @@ class OfflineTarget:
         if not prompts:
             return []
         params = [
-            SamplingParams(temperature=s.temperature, max_tokens=s.max_tokens, seed=s.seed)
-            for s in sampling
+            SamplingParams(temperature=s.temperature, max_tokens=s.max_tokens) for s in sampling
         ]
         inputs: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self._llm.generate(inputs, params, use_tqdm=False)

@@ -57,6 +57,10 @@ def translate(
             )
         additional[SELECTED] = speculative.pop(SELECTED)
     if SELECTED in additional:
+        if isinstance(method, str) and method not in vllm_methods:
+            raise ConfigError(
+                f"unknown method '{method}'; {config.nearest(method, sorted(vllm_methods))}"
+            )
         additional[SELECTED] = _parse_stock(additional[SELECTED])
     return speculative, additional
 
