@@ -1,0 +1,237 @@
+"""How many draft tokens to expect: conditional rates by depth, request <- pool <- everything.
+
+A rate is kept as a hazard: the probability that depth d fails when depth d - 1 did not. A row's
+hazards are those of its parent times one factor (proportional hazards with a gamma prior on the
+factor), then corrected depth by depth. So one number, learned from all depths, carries over to
+depths that a request has never drafted. Evidence is forgotten exponentially, and faster when it is
+contradicted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+MAX_POOLS = 64
+ACCEPT, OFFER, PROGRESS = 0, 1, 2
+"""The chains: a verified token is accepted; an allowed token is drafted; an allowed token is drafted
+and accepted. The third is not the product of the others: long drafts are the confident ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What B requests show of one step.
+
+    last: int [B, chains], the deepest depth that was tried; 0: no evidence.
+    failed: bool [B, chains], whether the deepest one failed (all before it succeeded).
+    """
+
+    last: IntArray
+    failed: npt.NDArray[np.bool_]
+
+
+def evidence(
+    drafted: IntArray,
+    accepted: IntArray,
+    kept: IntArray,
+    offered: IntArray | None = None,
+    allowed: IntArray | None = None,
+    beyond: IntArray | None = None,
+) -> Evidence:
+    """Evidence of one step, from int [B] arrays.
+
+    drafted: tokens verified, after any cut by a grammar or by the scheduler.
+    accepted: of these, in a row from the first.
+    kept: tokens the step added to the output. A request that ends within its draft keeps no more
+        than it accepted: what comes after its end is no evidence.
+    offered: tokens the proposer drafted before any cut; None: fixed-length drafts, one chain.
+    allowed: the most it could draft. 0 and less: it was not asked.
+    beyond: where the draft was cut and all of it was accepted, whether the target's next token was
+        the first one cut off: 1 yes, 0 no, -1 not known.
+    """
+    reached = np.minimum(accepted, kept)
+    alive = kept > reached
+    rejected = (reached < drafted) & alive
+    seen = rejected
+    failed = rejected
+    if beyond is not None:
+        more = (beyond >= 0) & alive & ~rejected
+        seen = rejected | more
+        failed = rejected | (more & (beyond == 0))
+    last = reached + seen
+    if offered is None:
+        return Evidence(last[:, None], failed[:, None])
+    if allowed is None:
+        allowed = offered
+    short = offered < allowed
+    out = short & alive & ~seen & (drafted >= offered)
+    return Evidence(
+        np.stack([last, np.where(allowed > 0, offered + short, 0), last + out], axis=1),
+        np.stack([failed, short, failed | out], axis=1),
+    )
+
+
+class _Level:
+    """Evidence and hazards of rows on one level: [rows, chains, depth]."""
+
+    def __init__(self, rows: int, chains: int, depth: int, memory: float, strength: float) -> None:
+        """memory: steps with evidence; strength: prior failures behind a row's factor."""
+        self.keep = 1.0 - 1.0 / memory
+        self.keep_idle = 1.0 - 0.1 / memory
+        self.strength = strength
+        self.local = 4.0 * strength
+        self.counts = np.zeros((rows, 2, chains, depth))  # trials, failures
+        self.hazard = np.zeros((rows, chains, depth))
+        self.surprise = np.zeros((rows, 2, chains))  # failures - expected, its variance
+
+    def grow(self, rows: int) -> None:
+        for name in ("counts", "hazard", "surprise"):
+            old = getattr(self, name)
+            new = np.zeros((rows, *old.shape[1:]))
+            new[: len(old)] = old
+            setattr(self, name, new)
+
+    def clear(self, row: int) -> None:
+        self.counts[row] = 0.0
+        self.surprise[row] = 0.0
+
+    def learn(self, rows: IntArray, new: FloatArray) -> FloatArray:
+        """Add new evidence [B, 2, chains, depth] and return the rows' counts."""
+        hazard = self.hazard[rows]
+        tried = new[:, 0, :, 0] > 0
+        expected = new[:, 0] * hazard
+        total = expected.sum(-1)
+        surprise = self.surprise[rows]
+        surprise *= 0.85
+        surprise[:, 0] += new[:, 1].sum(-1) - total
+        surprise[:, 1] += total - (expected * hazard).sum(-1)
+        contradicted = np.abs(surprise[:, 0]) > 3.0 * np.sqrt(surprise[:, 1] + 0.3)
+        keep = np.where(tried, self.keep, self.keep_idle)
+        if contradicted.any():
+            keep = np.where(contradicted, 0.25 * keep, keep)
+            surprise = np.where(contradicted[:, None], 0.0, surprise)
+        self.surprise[rows] = surprise
+        counts: FloatArray = self.counts[rows]
+        counts *= keep[:, None, :, None]
+        counts += new
+        self.counts[rows] = counts
+        return counts
+
+    def estimate(self, rows: IntArray, counts: FloatArray, parent: FloatArray) -> FloatArray:
+        """Hazards [B, chains, depth] from counts and the parents' hazards (same shape)."""
+        trials, failures = counts[:, 0], counts[:, 1]
+        factor = (failures.sum(-1) + self.strength) / ((trials * parent).sum(-1) + self.strength)
+        hazard = factor[..., None] * parent
+        np.minimum(hazard, 1.0, out=hazard)
+        hazard *= self.local
+        hazard += failures
+        hazard /= trials + self.local
+        self.hazard[rows] = hazard
+        return np.asarray(hazard)
+
+
+class AcceptanceModel:
+    """Expected tokens by depth for the requests in `slots` (rows that are reused).
+
+    survival: float64 [slots, chains, depth]: probability that depth d is accepted (ACCEPT), is
+        drafted when allowed (OFFER), is drafted and accepted (PROGRESS).
+    """
+
+    def __init__(self, depth: int, varying: bool = True, slots: int = 64) -> None:
+        """depth: the largest K; varying: drafts may be shorter than allowed (n-gram, suffix)."""
+        self.depth = depth
+        self.chains = 3 if varying else 1
+        self._depths = np.arange(1, depth + 1)
+        self._requests = _Level(slots, self.chains, depth, memory=30.0, strength=2.0)
+        self._pools = _Level(MAX_POOLS + 1, self.chains, depth, memory=50.0, strength=3.0)
+        self._everything = np.zeros(1, np.int64)
+        self._prior = np.full((self.chains, depth), 0.4)
+        if varying:
+            self._prior[OFFER] = 0.15
+            self._prior[PROGRESS] = 1.0 - 0.6 * 0.85
+        self._relative = np.ones(MAX_POOLS + 1)
+        self._pools.estimate(self._everything, self._pools.counts[:1], self._prior[None])
+        self._names: dict[str, int] = {"": 0}
+        self.survival = np.ones((slots, self.chains, depth))
+        self.pool_of = np.zeros(slots, np.int64)
+
+    def pool(self, name: str, relative_hazard: float = 1.0) -> int:
+        """The row of a pool; names beyond MAX_POOLS share the row of everything."""
+        row = self._names.get(name)
+        if row is not None or len(self._names) > MAX_POOLS:
+            return row or 0
+        row = self._names[name] = len(self._names)
+        self._relative[row] = relative_hazard
+        self._estimate_pool(row)
+        return row
+
+    def start(self, slot: int, pool: int) -> None:
+        """A new request: what its pool knows, nothing of its own."""
+        if slot >= len(self.survival):
+            self._grow(2 * slot + 1)
+        self.pool_of[slot] = pool
+        self._requests.clear(slot)
+        rows = np.array([slot])
+        hazard = self._requests.estimate(
+            rows, self._requests.counts[rows], self._pools.hazard[[pool]]
+        )
+        self.survival[slot] = np.cumprod(1.0 - hazard[0], axis=-1)
+
+    def trials(self, slots: IntArray) -> FloatArray:
+        """float64 [B]: how many drafts of each request are remembered."""
+        counts: FloatArray = self._requests.counts[slots, 0, ACCEPT, 0]
+        return counts
+
+    def pool_trials(self, slots: IntArray) -> FloatArray:
+        """float64 [B]: how many drafts of each request's pool are remembered."""
+        counts: FloatArray = self._pools.counts[self.pool_of[slots], 0, ACCEPT, 0]
+        return counts
+
+    def learn(self, slots: IntArray, shown: Evidence) -> None:
+        """Take in one step's evidence of B requests and renew their estimates."""
+        new = np.empty((len(slots), 2, self.chains, self.depth))
+        last = shown.last[..., None]
+        new[:, 0] = self._depths <= last
+        new[:, 1] = (self._depths == last) & shown.failed[..., None]
+        self._learn_pools(slots, new)
+        counts = self._requests.learn(slots, new)
+        hazard = self._requests.estimate(slots, counts, self._pools.hazard[self.pool_of[slots]])
+        np.subtract(1.0, hazard, out=hazard)
+        self.survival[slots] = np.multiply.accumulate(hazard, axis=-1)
+
+    def _learn_pools(self, slots: IntArray, new: FloatArray) -> None:
+        pools = self.pool_of[slots]
+        total = new.sum(0)
+        if not total[0, :, 0].any():
+            return
+        rows = set(pools.tolist())
+        rows.discard(0)
+        counts = self._pools.learn(self._everything, total[None])
+        self._pools.estimate(self._everything, counts, self._prior[None])
+        for row in sorted(rows):
+            mine = total if len(rows) == 1 and (pools == row).all() else new[pools == row].sum(0)
+            if mine[0, :, 0].any():
+                self._pools.learn(np.array([row]), mine[None])
+            self._estimate_pool(row)
+
+    def _estimate_pool(self, row: int) -> None:
+        parent = self._pools.hazard[:1].copy()
+        parent[:, ACCEPT] = np.minimum(parent[:, ACCEPT] * self._relative[row], 0.95)
+        if self.chains > 1:
+            parent[:, PROGRESS] = np.minimum(parent[:, PROGRESS] * self._relative[row], 0.95)
+        rows = np.array([row])
+        self._pools.estimate(rows, self._pools.counts[rows], parent)
+
+    def _grow(self, slots: int) -> None:
+        old = len(self.survival)
+        self._requests.grow(slots)
+        survival = np.ones((slots, self.chains, self.depth))
+        survival[:old] = self.survival
+        pool_of = np.zeros(slots, np.int64)
+        pool_of[:old] = self.pool_of
+        self.survival, self.pool_of = survival, pool_of

@@ -1,0 +1,290 @@
+"""The time of a decode step, learned while serving.
+
+T(B, N, D) for B requests, N = B + verified draft tokens, and D draft steps of the proposer. A
+parametric part (fixed + per request + per token + per draft step) is fitted by recursive least
+squares and carries over to sizes that were never seen. A table over (B, N) on a log-like grid holds
+what was measured beside it: padding, staircases, caches. One level follows the machine as a whole.
+Steps that were slow for another reason (compilation, garbage collection, page faults) are met by
+medians, clipped innovations and Huber weights.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
+_RING = 5
+_REACH = (0.5, 0.3)  # of a measurement, in log(B) and log(N)
+_TRUST = 3.0  # measurements worth as much as what is expected of a cell
+_CLIP = 3.0  # innovations beyond this many scales are clipped
+_ERRORS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class CostPrior:
+    """Seconds; only the proportions matter after the first steps.
+
+    fixed: of a step. request: of one more request. token: of one more token in the forward.
+    draft_step: of one draft step of the proposer. ragged: factor of steps whose requests differ in
+    their number of tokens (piecewise instead of full CUDA graphs).
+    """
+
+    fixed: float = 0.008
+    request: float = 0.0001
+    token: float = 0.0004
+    draft_step: float = 0.0
+    ragged: float = 1.0
+
+    @classmethod
+    def from_model(
+        cls, weight_bytes: float, on_gpu: bool, draft_share: float = 0.0, ragged: float = 1.0
+    ) -> CostPrior:
+        """A prior for a model. weight_bytes: read in each step; draft_share: draft step / target step.
+
+        Bandwidth and balance (FLOP a byte) are those of a common machine of the kind: 25 GB/s and
+        40 on a CPU, 2 TB/s and 150 on a GPU; a token costs 1 / balance of the fixed part.
+        """
+        bandwidth, balance, overhead = (2e12, 150.0, 0.003) if on_gpu else (25e9, 40.0, 0.001)
+        reading = weight_bytes / bandwidth
+        return cls(
+            fixed=reading + overhead,
+            request=0.003 * reading + 2e-5,
+            token=reading / balance + 2e-5,
+            draft_step=draft_share * (reading + overhead),
+            ragged=ragged,
+        )
+
+
+class CostModel:
+    """Step times in seconds, from `observe`d pure-decode steps."""
+
+    def __init__(self, max_requests: int, max_tokens: int, prior: CostPrior | None = None) -> None:
+        """max_tokens: the largest N, max_requests * (1 + max K)."""
+        self.prior = prior or CostPrior()
+        self.observations = 0
+        self._requests = _grid(8, 1.19, max_requests)
+        self._tokens = _grid(16, 1.12, max(max_tokens, max_requests))
+        self._request_edges = (self._requests[1:] + self._requests[:-1]) / 2
+        self._token_edges = (self._tokens[1:] + self._tokens[:-1]) / 2
+        cells = (len(self._requests), len(self._tokens))
+        self._near = _kernel(self._requests, _REACH[0]), _kernel(self._tokens, _REACH[1])
+        self._ring = np.zeros((*cells, _RING))
+        self._count = np.zeros(cells)
+        self._value = np.zeros(cells)  # log seconds at the knot, level removed
+        self._base = np.array([self.prior.fixed, self.prior.request, self.prior.token])
+        self._weights = np.ones(4)
+        self._normal = np.zeros((4, 4))
+        self._moment = np.zeros(4)
+        self._first: list[float] = []
+        self._scale = 1.0
+        self._level = 0.0
+        self._ragged = math.log(self.prior.ragged)
+        self._noise = 0.05
+        self._errors = np.zeros(_ERRORS)
+        self._modes = [0, 0]
+        self._fit()
+
+    def times(
+        self,
+        requests: int,
+        totals: npt.ArrayLike,
+        draft_steps: npt.ArrayLike = 0,
+        ragged: bool = False,
+    ) -> FloatArray:
+        """float64, the shape of totals: seconds of steps with `requests` requests and totals tokens.
+
+        totals: N = requests + verified draft tokens; fractions are interpolated. draft_steps
+        broadcasts against it.
+        """
+        at = np.asarray(totals, np.float64)
+        seconds: FloatArray = np.interp(at, self._tokens, self._row(requests))
+        if self.draft_step > 0.0:
+            seconds = seconds + self.draft_step * np.asarray(draft_steps, np.float64)
+        return seconds * math.exp(self._ragged) if ragged else seconds
+
+    def time(
+        self, requests: int, total: float, draft_steps: float = 0, ragged: bool = False
+    ) -> float:
+        """Seconds of one step; see `times`."""
+        seconds = float(np.interp(total, self._tokens, self._row(requests)))
+        seconds += self.draft_step * draft_steps
+        return seconds * math.exp(self._ragged) if ragged else seconds
+
+    def marginal(self, requests: int, totals: npt.ArrayLike) -> FloatArray:
+        """Seconds that one more token adds at each of totals."""
+        totals = np.asarray(totals, np.float64)
+        return self.times(requests, totals + 1) - self.times(requests, totals)
+
+    @property
+    def draft_step(self) -> float:
+        """Seconds of one draft step."""
+        return self._draft_step
+
+    @property
+    def ragged(self) -> float:
+        """Factor of ragged steps over uniform ones."""
+        return math.exp(self._ragged)
+
+    @property
+    def error(self) -> float:
+        """Median relative error of the last 128 predictions, each made before its measurement."""
+        seen = min(self.observations, _ERRORS)
+        return float(np.median(self._errors[:seen])) if seen else 0.0
+
+    def observe(
+        self,
+        requests: int,
+        total: int,
+        seconds: float,
+        draft_steps: float = 0,
+        ragged: bool = False,
+    ) -> None:
+        """Take in one pure-decode step. Values that are no time are ignored."""
+        if not (0.0 < seconds < math.inf and 0 < requests <= total):
+            return
+        predicted = self.time(requests, total, draft_steps, ragged)
+        innovation = math.log(seconds / predicted)
+        self._errors[self.observations % _ERRORS] = abs(predicted / seconds - 1.0)
+        self.observations += 1
+        if self.observations <= _RING:
+            self._find_scale(requests, total, seconds, draft_steps)
+            innovation = 0.0
+        drafting = min(self.draft_step * draft_steps, 0.7 * seconds)
+        if ragged:
+            drafting = min(drafting, 0.7 * seconds / self.ragged)
+        limit = _CLIP * self._noise
+        clipped = max(-limit, min(limit, innovation))
+        row = int(self._request_edges.searchsorted(requests))
+        column = int(self._token_edges.searchsorted(total))
+        count = self._count[row, column]
+        self._noise += 0.05 * (min(abs(innovation), 4 * self._noise) * 1.25 - self._noise)
+        self._noise = min(max(self._noise, 0.01), 0.25)
+        self._level += 0.1 * count / (count + 5.0) * clipped
+        self._modes[ragged] += 1
+        if ragged and self._modes[False] > 3:
+            self._ragged += 0.1 / (1 + 0.02 * self._modes[True]) * clipped
+        self._learn_parts(requests, total, seconds, draft_steps, ragged, innovation)
+        at_knot = self._plain(self._requests[row], self._tokens[column])
+        ratio = at_knot / self._plain(requests, total)
+        own = seconds / (self.ragged if ragged else 1.0) - drafting
+        self._learn_cell(row, column, math.log(max(own, 1e-9) * ratio) - self._level)
+        if self.observations <= 32 or self.observations % 8 == 0 or count < 3:
+            self._fit()
+
+    def _find_scale(self, requests: int, total: int, seconds: float, draft_steps: float) -> None:
+        guess = float(self._base @ (1.0, requests, total)) + self.prior.draft_step * draft_steps
+        self._first.append(seconds / guess)
+        scale = sorted(self._first)[(len(self._first) - 1) // 2]
+        change = scale / self._scale
+        self._normal *= change * change
+        self._moment *= change
+        self._scale = scale
+
+    def _learn_cell(self, row: int, column: int, value: float) -> None:
+        count = int(self._count[row, column])
+        ring = self._ring[row, column]
+        ring[count % _RING] = value
+        seen = min(count + 1, _RING)
+        robust = sorted(ring[:seen].tolist())[(seen - 1) // 2]
+        if count < _RING:
+            self._value[row, column] = robust
+        else:
+            self._value[row, column] += max(1.0 / count, 0.05) * (robust - self._value[row, column])
+        self._count[row, column] = count + 1
+
+    def _learn_parts(
+        self,
+        requests: int,
+        total: int,
+        seconds: float,
+        draft_steps: float,
+        ragged: bool,
+        innovation: float,
+    ) -> None:
+        seconds /= math.exp(self._level) * (self.ragged if ragged else 1.0)
+        fixed, request, token = self._base * self._scale
+        parts = np.array(
+            [fixed, request * requests, token * total, self._draft_unit() * draft_steps]
+        )
+        parts /= seconds
+        weight = min(1.0, 2.0 * self._noise / max(abs(innovation), 1e-9))
+        if weight < 0.1:
+            return
+        self._normal *= 0.998
+        self._moment *= 0.998
+        self._normal += weight * np.outer(parts, parts)
+        self._moment += weight * parts
+
+    def _draft_unit(self) -> float:
+        return self._scale * (self.prior.draft_step or 0.0)
+
+    def _plain(self, requests: float, total: float) -> float:
+        a, b, c = self._parts
+        return a + b * requests + c * total
+
+    def _fit(self) -> None:
+        """Solve for the parametric part and redraw the table."""
+        pull = np.array([1.0, 1.0, 0.3, 0.3])
+        common = 1.0
+        weights = np.linalg.solve(self._normal + np.diag(pull), self._moment + pull * common)
+        low = weights < 0.02
+        if low.any():
+            free = ~low
+            weights = np.where(low, 0.02, weights)
+            rest = self._moment - self._normal[:, low] @ weights[low] + pull * common
+            weights[free] = np.linalg.solve(
+                (self._normal + np.diag(pull))[np.ix_(free, free)], rest[free]
+            )
+            weights = np.maximum(weights, 0.01)
+        self._parts: tuple[float, float, float] = tuple(
+            (self._base * weights[:3] * self._scale).tolist()
+        )
+        self._draft_step = float(self._draft_unit() * weights[3]) * math.exp(self._level)
+        plain = np.log(
+            self._parts[0]
+            + self._parts[1] * self._requests[:, None]
+            + self._parts[2] * np.maximum(self._tokens, self._requests[:, None])
+        )
+        weight = np.minimum(self._count, 20.0)
+        off = np.where(self._count > 0, self._value - plain, 0.0)
+        by_requests, by_tokens = self._near
+        around = by_requests @ (weight * off) @ by_tokens
+        around /= by_requests @ weight @ by_tokens + 1.0
+        off = (weight * off + _TRUST * around) / (weight + _TRUST)
+        table = np.exp(plain + off)
+        rising = np.maximum.accumulate(table, axis=1)
+        falling = np.minimum.accumulate(table[:, ::-1], axis=1)[:, ::-1]
+        self._table: FloatArray = 0.5 * (rising + falling)
+        self._rows: dict[int, FloatArray] = {}
+        self._rows_level = self._level
+
+    def _row(self, requests: int) -> FloatArray:
+        row = self._rows.get(requests)
+        if row is None:
+            knots = self._requests
+            upper = min(max(int(knots.searchsorted(requests)), 1), len(knots) - 1)
+            low, high = knots[upper - 1], knots[upper]
+            share = min(max((requests - low) / (high - low), 0.0), 1.0)
+            row = (1.0 - share) * self._table[upper - 1] + share * self._table[upper]
+            row *= math.exp(self._rows_level)
+            self._rows[requests] = row
+        return row
+
+
+def _grid(dense: int, ratio: float, largest: int) -> FloatArray:
+    """1, 2, ..., dense, then rising by `ratio` up to `largest`; at least two knots."""
+    knots = list(range(1, min(dense, largest) + 1))
+    while knots[-1] < largest:
+        knots.append(min(max(round(knots[-1] * ratio), knots[-1] + 1), largest))
+    return np.array(knots if len(knots) > 1 else [1, 2], np.float64)
+
+
+def _kernel(knots: FloatArray, reach: float) -> FloatArray:
+    logs = np.log(knots)
+    kernel: FloatArray = np.exp(-np.abs(logs[:, None] - logs) / reach)
+    return kernel
