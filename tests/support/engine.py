@@ -64,6 +64,7 @@ class Engine:
         )
         changes = {
             "LD_PRELOAD": preload(),
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # idle engines are stopped, so no core need be free
             "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "36000",  # a step may be frozen in its middle
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `patches` sends a function to the worker
             **(env or {}),
