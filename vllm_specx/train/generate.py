@@ -1,13 +1,14 @@
 """Self-distillation data: the target answers prompts, and every answer is kept as token ids.
 
-    python -m vllm_specx.train.generate SETTINGS.json FOLDER
+    python -m vllm_specx.train.generate SETTINGS.json FOLDER [PART/PARTS]
 
 writes FOLDER/text-00000.safetensors ... with
     tokens int32 [T]: conversations end to end;
     offsets int64 [N+1]: where each begins;
     source uint8 [T]: 0 given, 1 generated greedily, 2 sampled at temperature > 0;
     task uint8 [N]: index into the metadata's `tasks`.
-A killed run loses at most the shard it was making; the same command goes on.
+A killed run loses at most the shard it was making; the same command goes on. Several processes may
+fill one folder, each its own part (0/2 and 1/2 take every other shard).
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Generator:
         settings = self._settings
         chance = random.Random(f"{settings.seed}/{index}/temperature")
         prompts = self._write_own(
-            list(itertools.islice(self._prompts(index), settings.conversations)), chance
+            list(itertools.islice(self._prompts(index), settings.conversations))
         )
         conversations = []
         for prompt in prompts:
@@ -124,9 +125,9 @@ class Generator:
             conversations.append(
                 _Conversation(prompt, messages, ids, [GIVEN] * len(ids), temperature)
             )
-        self._answer(conversations, chance)
+        self._answer(conversations)
         self._follow_up(conversations)
-        self._answer(conversations, chance)
+        self._answer(conversations)
         return _arrays([c for c in conversations if any(c.source)])
 
     def _prompts(self, index: int) -> Iterator[Prompt]:
@@ -142,10 +143,10 @@ class Generator:
             assert self._given is not None
             yield self._given[i % len(self._given)]
 
-    def _write_own(self, prompts: list[Prompt], chance: random.Random) -> list[Prompt]:
+    def _write_own(self, prompts: list[Prompt]) -> list[Prompt]:
         own = [prompt for prompt in prompts if prompt.own]
         begun = [self._chat.ids(self._chat.before_user + prompt.start) for prompt in own]
-        sampling = [self._sampling(1.0, 192, chance.getrandbits(31)) for _ in own]
+        sampling = [self._sampling(1.0, 192) for _ in own]
         written = []
         for prompt, completion in zip(own, self._target.generate(begun, sampling), strict=True):
             text = (prompt.start + completion.text).strip()
@@ -153,7 +154,7 @@ class Generator:
                 written.append(Prompt("own", (("user", text),), prompt.follow_up))
         return [*(prompt for prompt in prompts if not prompt.own), *written]
 
-    def _answer(self, conversations: list[_Conversation], chance: random.Random) -> None:
+    def _answer(self, conversations: list[_Conversation]) -> None:
         settings = self._settings
         asked = [c for c in conversations if c.open]
         asked = [c for c in asked if len(c.ids) + 16 < settings.max_length]
@@ -161,7 +162,6 @@ class Generator:
             self._sampling(
                 c.temperature,
                 min(settings.max_answer, settings.max_length - len(c.ids) - 1),
-                chance.getrandbits(31) if c.temperature else None,
             )
             for c in asked
         ]
@@ -200,13 +200,13 @@ def _arrays(conversations: list[_Conversation]) -> tuple[shards.Arrays, dict[str
     return arrays, {"tasks": json.dumps(tasks), "generated": str(int((source > 0).sum()))}
 
 
-def existing(folder: Path) -> dict[int, int]:
+def existing(folder: Path, *, check: bool = True) -> dict[int, int]:
     """Whole shards and the tokens generated in each; broken ones are deleted."""
     found = {}
     for index in shards.indices(folder, KIND):
         path = shards.shard_path(folder, KIND, index)
         try:
-            found[index] = int(shards.read_shard(path).meta["generated"])
+            found[index] = int(shards.read_shard(path, check=check).meta["generated"])
         except shards.BrokenShard as error:
             print(f"vllm-specx: {error}; it is made anew.", file=sys.stderr)
             path.unlink(missing_ok=True)
@@ -218,14 +218,17 @@ def generate(
     folder: Path,
     make_target: Callable[[], Target],
     report: Callable[[int, int], None],
+    part: tuple[int, int] = (0, 1),
 ) -> int:
     """Fill `folder` until settings.tokens are generated; the number that are there.
 
     make_target: starts the engine, only if there is something to do.
     report: told (tokens so far, tokens wanted) after each shard.
+    part: (i, n) makes only the shards whose number is i modulo n.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shards.remove_leftovers(folder)
+    if part[1] == 1:
+        shards.remove_leftovers(folder)
     shards.check_fingerprint(folder, KIND, settings.fingerprint())
     have = existing(folder)
     total = sum(have.values())
@@ -233,7 +236,7 @@ def generate(
     if total >= settings.tokens:
         return total
     generator = Generator(settings, make_target())
-    for index in itertools.count():
+    for index in itertools.count(part[0], part[1]):
         if index in have:
             continue
         arrays, meta = generator.shard(index)
@@ -241,10 +244,10 @@ def generate(
         if not made:
             raise TrainError(f"the target {settings.target} answers nothing to the prompts.")
         shards.write_shard(shards.shard_path(folder, KIND, index), arrays, meta)
-        total += made
+        total = sum(existing(folder, check=False).values())
         report(total, settings.tokens)
         if total >= settings.tokens:
-            return total
+            break
     return total
 
 
@@ -266,10 +269,17 @@ def main(arguments: list[str]) -> int:
     from vllm_specx.train.progress import Progress
 
     settings = GenerateSettings.model_validate_json(Path(arguments[0]).read_text())
+    part, parts = (arguments[2] if len(arguments) > 2 else "0/1").split("/")
     began = time.monotonic()
     with Progress("text", "tok") as progress:
         try:
-            total = generate(settings, Path(arguments[1]), engine_target(settings), progress.update)
+            total = generate(
+                settings,
+                Path(arguments[1]),
+                engine_target(settings),
+                progress.update,
+                (int(part), int(parts)),
+            )
         except TrainError as error:
             print(f"vllm-specx: {error}", file=sys.stderr)
             return 2

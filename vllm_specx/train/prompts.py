@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class Composer:
 
     def __init__(self, seed: int | str) -> None:
         self._random = random.Random(seed)
-        self._composed = {
+        self._composed: dict[str, Callable[[], str]] = {
             "snippet": self._snippet,
             "signature": self._signature,
             "passage": self._passage,
