@@ -10,6 +10,7 @@ contradicted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,8 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 MAX_POOLS = 64
+PRIOR_HAZARD = (0.4, 0.15, 0.49)
+"""Of the chains, before anything is measured."""
 ACCEPT, OFFER, PROGRESS = 0, 1, 2
 """The chains: a verified token is accepted; an allowed token is drafted; an allowed token is drafted
 and accepted. The third is not the product of the others: long drafts are the confident ones."""
@@ -25,10 +28,10 @@ and accepted. The third is not the product of the others: long drafts are the co
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What B requests show of one step.
+    """What B requests show, in one step or in several.
 
-    last: int [B, chains], the deepest depth that was tried; 0: no evidence.
-    failed: bool [B, chains], whether the deepest one failed (all before it succeeded).
+    last: int [..., B, chains], the deepest depth that was tried; 0: no evidence.
+    failed: bool [..., B, chains], whether the deepest one failed (all before it succeeded).
     """
 
     last: IntArray
@@ -43,7 +46,7 @@ def evidence(
     allowed: IntArray | None = None,
     beyond: IntArray | None = None,
 ) -> Evidence:
-    """Evidence of one step, from int [B] arrays.
+    """Evidence of one step from int [B] arrays, or of several from int [steps, B].
 
     drafted: tokens verified, after any cut by a grammar or by the scheduler.
     accepted: of these, in a row from the first.
@@ -65,14 +68,14 @@ def evidence(
         failed = rejected | (more & (beyond == 0))
     last = reached + seen
     if offered is None:
-        return Evidence(last[:, None], failed[:, None])
+        return Evidence(last[..., None], failed[..., None])
     if allowed is None:
         allowed = offered
     short = offered < allowed
     out = short & alive & ~seen & (drafted >= offered)
     return Evidence(
-        np.stack([last, np.where(allowed > 0, offered + short, 0), last + out], axis=1),
-        np.stack([failed, short, failed | out], axis=1),
+        np.stack([last, np.where(allowed > 0, offered + short, 0), last + out], axis=-1),
+        np.stack([failed, short, failed | out], axis=-1),
     )
 
 
@@ -91,10 +94,7 @@ class _Level:
 
     def grow(self, rows: int) -> None:
         for name in ("counts", "hazard", "surprise"):
-            old = getattr(self, name)
-            new = np.zeros((rows, *old.shape[1:]))
-            new[: len(old)] = old
-            setattr(self, name, new)
+            setattr(self, name, _longer(getattr(self, name), rows))
 
     def clear(self, row: int) -> None:
         self.counts[row] = 0.0
@@ -140,6 +140,8 @@ class AcceptanceModel:
 
     survival: float64 [slots, chains, depth]: probability that depth d is accepted (ACCEPT), is
         drafted when allowed (OFFER), is drafted and accepted (PROGRESS).
+    expected: float64 [slots, chains, depth + 1]: its sums, the expected number of tokens for K = 0,
+        1, ..., depth, without the one that every step makes.
     """
 
     def __init__(self, depth: int, varying: bool = True, slots: int = 64) -> None:
@@ -150,18 +152,22 @@ class AcceptanceModel:
         self._requests = _Level(slots, self.chains, depth, memory=30.0, strength=2.0)
         self._pools = _Level(MAX_POOLS + 1, self.chains, depth, memory=50.0, strength=3.0)
         self._everything = np.zeros(1, np.int64)
-        self._prior = np.full((self.chains, depth), 0.4)
+        self._prior = np.full((1, self.chains, depth), PRIOR_HAZARD[ACCEPT])
         if varying:
-            self._prior[OFFER] = 0.15
-            self._prior[PROGRESS] = 1.0 - 0.6 * 0.85
+            self._prior[:, OFFER] = PRIOR_HAZARD[OFFER]
+            self._prior[:, PROGRESS] = PRIOR_HAZARD[PROGRESS]
         self._relative = np.ones(MAX_POOLS + 1)
-        self._pools.estimate(self._everything, self._pools.counts[:1], self._prior[None])
+        self._pools.estimate(self._everything, self._pools.counts[:1], self._prior)
         self._names: dict[str, int] = {"": 0}
         self.survival = np.ones((slots, self.chains, depth))
+        self.expected = np.zeros((slots, self.chains, depth + 1))
         self.pool_of = np.zeros(slots, np.int64)
 
     def pool(self, name: str, relative_hazard: float = 1.0) -> int:
-        """The row of a pool; names beyond MAX_POOLS share the row of everything."""
+        """The row of a pool; names beyond MAX_POOLS share the row of everything.
+
+        relative_hazard: prior probability of a rejection, in units of PRIOR_HAZARD[ACCEPT].
+        """
         row = self._names.get(name)
         if row is not None or len(self._names) > MAX_POOLS:
             return row or 0
@@ -180,7 +186,7 @@ class AcceptanceModel:
         hazard = self._requests.estimate(
             rows, self._requests.counts[rows], self._pools.hazard[[pool]]
         )
-        self.survival[slot] = np.cumprod(1.0 - hazard[0], axis=-1)
+        self._renew(rows, hazard)
 
     def trials(self, slots: IntArray) -> FloatArray:
         """float64 [B]: how many drafts of each request are remembered."""
@@ -193,16 +199,24 @@ class AcceptanceModel:
         return counts
 
     def learn(self, slots: IntArray, shown: Evidence) -> None:
-        """Take in one step's evidence of B requests and renew their estimates."""
-        new = np.empty((len(slots), 2, self.chains, self.depth))
-        last = shown.last[..., None]
-        new[:, 0] = self._depths <= last
-        new[:, 1] = (self._depths == last) & shown.failed[..., None]
+        """Take in the evidence of B requests, of one step or of several in their order."""
+        last, failed = shown.last[..., None], shown.failed[..., None]
+        new = np.empty((*last.shape[:-3], len(slots), 2, self.chains, self.depth))
+        new[..., 0, :, :] = self._depths <= last
+        new[..., 1, :, :] = (self._depths == last) & failed
+        if new.ndim == 5:
+            new = new.sum(0)
         self._learn_pools(slots, new)
         counts = self._requests.learn(slots, new)
         hazard = self._requests.estimate(slots, counts, self._pools.hazard[self.pool_of[slots]])
-        np.subtract(1.0, hazard, out=hazard)
-        self.survival[slots] = np.multiply.accumulate(hazard, axis=-1)
+        self._renew(slots, hazard)
+
+    def _renew(self, slots: IntArray, hazard: FloatArray) -> None:
+        survival = np.multiply.accumulate(1.0 - hazard, axis=-1)
+        self.survival[slots] = survival
+        expected = np.zeros((*survival.shape[:-1], self.depth + 1))
+        np.add.accumulate(survival, axis=-1, out=expected[..., 1:])
+        self.expected[slots] = expected
 
     def _learn_pools(self, slots: IntArray, new: FloatArray) -> None:
         pools = self.pool_of[slots]
@@ -210,28 +224,28 @@ class AcceptanceModel:
         if not total[0, :, 0].any():
             return
         rows = set(pools.tolist())
-        rows.discard(0)
         counts = self._pools.learn(self._everything, total[None])
-        self._pools.estimate(self._everything, counts, self._prior[None])
-        for row in sorted(rows):
-            mine = total if len(rows) == 1 and (pools == row).all() else new[pools == row].sum(0)
+        self._pools.estimate(self._everything, counts, self._prior)
+        for row in sorted(rows - {0}):
+            mine = total if len(rows) == 1 else new[pools == row].sum(0)
             if mine[0, :, 0].any():
                 self._pools.learn(np.array([row]), mine[None])
             self._estimate_pool(row)
 
     def _estimate_pool(self, row: int) -> None:
         parent = self._pools.hazard[:1].copy()
-        parent[:, ACCEPT] = np.minimum(parent[:, ACCEPT] * self._relative[row], 0.95)
-        if self.chains > 1:
-            parent[:, PROGRESS] = np.minimum(parent[:, PROGRESS] * self._relative[row], 0.95)
+        for chain in (ACCEPT, PROGRESS)[: 1 + (self.chains > 1)]:
+            np.minimum(parent[:, chain] * self._relative[row], 0.95, out=parent[:, chain])
         rows = np.array([row])
         self._pools.estimate(rows, self._pools.counts[rows], parent)
 
     def _grow(self, slots: int) -> None:
-        old = len(self.survival)
         self._requests.grow(slots)
-        survival = np.ones((slots, self.chains, self.depth))
-        survival[:old] = self.survival
-        pool_of = np.zeros(slots, np.int64)
-        pool_of[:old] = self.pool_of
-        self.survival, self.pool_of = survival, pool_of
+        for name in ("survival", "expected", "pool_of"):
+            setattr(self, name, _longer(getattr(self, name), slots))
+
+
+def _longer(array: Any, rows: int) -> Any:
+    new = np.zeros((rows, *array.shape[1:]), array.dtype)
+    new[: len(array)] = array
+    return new

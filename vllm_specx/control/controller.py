@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,12 @@ NO_LIMIT = 1 << 30
 _BANK = 0.4  # saved probing time, in steps
 _PROBE_PAUSE = 4  # steps between probes without success
 _DEEPEN_PAUSE = 40
+_PAUSE = (
+    8,
+    4,
+)  # steps between thinking K over, their evidence taken in together: few requests, many
+_MANY = 4
+_YOUNG = 24  # steps in which every one is
 _ENOUGH = 6.0  # drafts after which a request's starting K is no longer asked
 _ENOUGH_POOL = 24.0
 
@@ -52,6 +59,31 @@ class Decision:
     expected_tokens: float
     expected_seconds: float
     probe: bool = False
+
+
+@dataclass(slots=True)
+class _Step:
+    """What one step showed, not yet taken in; int [B] each."""
+
+    drafts: IntArray
+    hits: IntArray
+    kept: IntArray
+    offered: IntArray | None
+    allowed: IntArray | None
+    beyond: IntArray | None
+
+
+@dataclass(slots=True)
+class _Plan:
+    """The last choice, which stands until something is new."""
+
+    slots: IntArray
+    cap: IntArray
+    k: IntArray
+    answer: Decision
+    ragged: bool
+    free: npt.NDArray[np.bool_]
+    idle: bool
 
 
 class Controller:
@@ -103,7 +135,6 @@ class Controller:
         self._last_ids: list[str] = []
         self._last_slots: IntArray = np.zeros(0, np.int64)
         self._last_size = 0
-        self._allowance = 0.0
         self._bank = 0.0
         self._wanted = 0.0
         self._typical = 0.0
@@ -111,13 +142,16 @@ class Controller:
         self._probe_at = 0
         self._deepen_at = 0
         self._probed = -1
-        self._hot = False
+        self._probed_before = -1
         self._probe_k = 0
+        self._hot = False
         self._uniform_k = -1
         self._promise_scale = np.array([4.0, 4.0])
-        self._token_errors = np.zeros(128)
-        self._token_steps = 0
+        self._pending: list[_Step] = []
+        self._pending_slots: IntArray = self._last_slots
+        self._plan: _Plan | None = None
         self._decision: Decision | None = None
+        self._token_errors: list[float] = [0.0, 0.0]
         self._probe_seconds = 0.0
         self._all_seconds = 0.0
 
@@ -132,7 +166,7 @@ class Controller:
             if slot >= len(self._k):
                 self._grow()
             self._slots[request_id] = slot
-            self._last_ids = []
+            self._forget_batch()
             pool = self.acceptance.pool(rule.pool, rule.rejection / PRIOR_REJECTION)
             self.acceptance.start(slot, pool)
             self._fresh[slot] = True
@@ -149,10 +183,14 @@ class Controller:
         """The request has ended; its place is reused."""
         slot = self._slots.pop(request_id, None)
         if slot is not None:
+            self._forget_batch()
             self._free.append(slot)
-            self._last_ids = []
             if slot == self._probed:
                 self._probed = -1
+
+    def _forget_batch(self) -> None:
+        self._learn()
+        self._last_ids = []
 
     # The choice
 
@@ -178,47 +216,62 @@ class Controller:
         slots = self._find(request_ids)
         cap = self._cap[slots]
         if limits is not None:
-            cap = np.minimum(cap, np.maximum(np.asarray(limits, np.int64), 0))
+            room = np.asarray(limits, np.int64)
+            if int(room.min()) < self.max_k:
+                cap = np.minimum(cap, np.maximum(room, 0))
         if not self.config.enabled or self.config.static_k is not None or self.max_k == 0:
             if not self.config.enabled:
                 cap = np.minimum(cap, self.max_k)
             k32 = cap.astype(np.int32)
             return Decision(k32, int(k32.max()), True, 0.0, 0.0)
-        cap = self._start_cap(slots, cap)
-        floor = np.where(self._fixed[slots] >= 0, cap, min(self.k_min, self.max_k))
-        np.minimum(floor, cap, out=floor)
         if offered is not None:
+            floor = self._floor(slots, cap)
             return self._trim(slots, cap, floor, np.asarray(offered, np.int64), promise)
-        survival = self.acceptance.survival[slots]
-        gain = survival[:, PROGRESS if self.varying else ACCEPT]
-        spend = survival[:, OFFER] if self.varying else np.ones_like(gain)
+        plan = self._plan
+        if plan is None or plan.slots is not slots or not np.array_equal(plan.cap, cap):
+            plan = self._think(slots, cap)
+        self._decision = self._probe(plan)
+        return self._decision
+
+    def _floor(self, slots: IntArray, cap: IntArray) -> IntArray:
+        """int [B]: the least K of each request."""
+        floor = np.where(self._fixed[slots] >= 0, cap, self.k_min)
+        least: IntArray = np.minimum(floor, cap)
+        return least
+
+    def _think(self, slots: IntArray, cap: IntArray) -> _Plan:
+        """Choose anew, from the present estimates."""
+        usable = self._start_cap(slots, cap)
+        floor = self._floor(slots, usable)
         if self.uniform_only:
-            best, ragged = self._best_uniform(gain, spend, cap, floor), False
+            best, ragged = self._best_uniform(slots, usable, floor), False
         else:
-            best, ragged = self._best(gain, spend, cap, floor), True
-            if self.config.per_request == "auto" and self.cost.ragged > 1.001 and size > 1:
-                even = self._best_uniform(gain, spend, cap, floor)
-                value = self._goodputs(gain, spend, np.stack([best, even]), ragged)
-                if value[1] >= value[0]:
+            best, ragged = self._best(slots, usable, floor), True
+            if self.config.per_request == "auto" and self.cost.ragged > 1.001 and len(slots) > 1:
+                even = self._best_uniform(slots, usable, floor)
+                value = self._goodputs(slots, np.stack([best, even]), True)
+                if self._goodputs(slots, even[None], False)[0] >= value[0]:
                     best, ragged = even, False
-        k = self._settle(slots, gain, spend, best, cap, floor, ragged)
-        k, probing = self._probe(slots, k, cap, gain, spend)
-        tokens, seconds = self._expect(gain, spend, k[None], ragged)
-        decision = Decision(
-            k.astype(np.int32),
-            int(k.max()),
-            not ragged or bool((k == k[0]).all()),
-            float(tokens[0]),
-            float(seconds[0]),
-            probing,
+        k = self._settle(slots, best, usable, floor, ragged)
+        free = (self._fixed[slots] < 0) & (cap > k)
+        idle = bool((free & (k == 0)).any())
+        answer = self._answer(slots, k, ragged, False)
+        self._plan = _Plan(slots, cap, k, answer, ragged, free, idle)
+        return self._plan
+
+    def _answer(self, slots: IntArray, k: IntArray, ragged: bool, probe: bool) -> Decision:
+        tokens, seconds = self._expect(slots, k[None], ragged)
+        most = int(k.max())
+        uniform = not ragged or most == int(k.min())
+        return Decision(
+            k.astype(np.int32), most, uniform, float(tokens[0]), float(seconds[0]), probe
         )
-        self._decision = decision
-        return decision
 
     def _find(self, request_ids: Sequence[str]) -> IntArray:
         ids = request_ids if isinstance(request_ids, list) else list(request_ids)
         if ids == self._last_ids:
             return self._last_slots
+        self._learn()
         for request_id in ids:
             if request_id not in self._slots:
                 self.add(request_id)
@@ -237,116 +290,120 @@ class Controller:
         return np.where((start >= 0) & ~known, np.minimum(cap, start), cap)
 
     def _best(
-        self, gain: FloatArray, spend: FloatArray, cap: IntArray, floor: IntArray
+        self, slots: IntArray, cap: IntArray, floor: IntArray, gain: FloatArray | None = None
     ) -> IntArray:
-        """int [B]: the optimum over all K vectors, by gain for what is spent."""
-        size = len(gain)
+        """int [B]: the optimum over all K vectors, by gain for what is spent.
+
+        gain: [B, depth], of tokens that are there already; None: ours, of tokens yet to be drafted.
+        """
+        size = len(slots)
         deepest = int(cap.max())
         if deepest == 0:
             return np.zeros(size, np.int64)
-        gain, spend, depths = gain[:, :deepest], spend[:, :deepest], self._depths[:deepest]
-        key = gain / np.maximum(spend, 1e-6)
-        if self.varying:
-            key = np.minimum.accumulate(key, axis=1)
+        depths = self._depths[:deepest]
+        survival = self.acceptance.survival[slots]
+        spend: FloatArray | None = None
+        if gain is None and self.varying:
+            gain, spend = survival[:, PROGRESS, :deepest], survival[:, OFFER, :deepest]
+            key = np.minimum.accumulate(gain / np.maximum(spend, 1e-6), axis=1)
+        else:
+            gain = (survival[:, ACCEPT] if gain is None else gain)[:, :deepest]
+            key = gain
         forced = int(floor.sum())
         if forced:
             key = np.where(depths <= floor[:, None], 2.0, key)
-        usable = (depths <= cap[:, None]) & (key > 0.01)
-        items = np.flatnonzero(usable)
-        order = items[np.argsort(-key.ravel()[items], kind="stable")]
-        got = np.empty(len(order) + 1)
-        used = np.empty(len(order) + 1)
-        got[0], used[0] = size, size
-        np.cumsum(gain.ravel()[order], out=got[1:])
-        np.cumsum(spend.ravel()[order], out=used[1:])
-        got[1:] += size
-        used[1:] += size
-        if self.cost.draft_step <= 0.0:
+        items = ((depths <= cap[:, None]) & (key > 0.01)).ravel().nonzero()[0]
+        order = items[(-key.ravel()[items]).argsort(kind="stable")]
+        gains = gain.ravel()[order]
+        costs = np.ones(len(order)) if spend is None else spend.ravel()[order]
+        if self.cost.draft_step > 0.0:
+            chosen = self._within_ladder(size, order, gains, costs, deepest, forced)
+        else:
+            got, used = np.full(len(order) + 1, size, float), np.full(len(order) + 1, size, float)
+            got[1:] += gains.cumsum()
+            used[1:] += costs.cumsum()
             goodput = got / self.cost.times(size, used)
             goodput[:forced] = -1.0
             chosen = order[: int(goodput.argmax())]
-        else:
-            depth = order % deepest + 1
-            caps = _ladder(deepest)
-            inside = depth <= caps[:, None]
-            got2 = size + np.cumsum(np.where(inside, gain.ravel()[order], 0.0), axis=1)
-            used2 = size + np.cumsum(np.where(inside, spend.ravel()[order], 0.0), axis=1)
-            goodput2 = got2 / self.cost.times(size, used2, caps[:, None])
-            top = int(goodput2.argmax())
-            row, column = divmod(top, len(order)) if len(order) else (0, 0)
-            none = size / self.cost.time(size, size)
-            if not len(order) or (not forced and goodput2[row, column] <= none):
-                return np.zeros(size, np.int64)
-            take = column + 1
-            chosen = order[:take][inside[row, :take]]
-            if forced:
-                chosen = np.union1d(chosen, order[:forced])
         return np.bincount(chosen // deepest, minlength=size)
 
-    def _best_uniform(
-        self, gain: FloatArray, spend: FloatArray, cap: IntArray, floor: IntArray
+    def _within_ladder(
+        self,
+        size: int,
+        order: IntArray,
+        gains: FloatArray,
+        costs: FloatArray,
+        deepest: int,
+        forced: int,
     ) -> IntArray:
+        """The items to take where draft steps cost time: the best total for each cap on K."""
+        if not len(order):
+            return order
+        caps = _ladder(deepest)[:, None]
+        inside = order % deepest < caps
+        inside[:, :forced] = True
+        got = size + np.where(inside, gains, 0.0).cumsum(axis=1)
+        used = size + np.where(inside, costs, 0.0).cumsum(axis=1)
+        steps = np.maximum(caps, (order[:forced] % deepest + 1).max(initial=0))
+        goodput = got / self.cost.times(size, used, steps)
+        if forced:
+            goodput[:, : forced - 1] = -1.0
+        row, column = divmod(int(goodput.argmax()), len(order))
+        if not forced and goodput[row, column] <= size / self.cost.time(size, size):
+            return order[:0]
+        return order[: column + 1][inside[row, : column + 1]]
+
+    def _best_uniform(self, slots: IntArray, cap: IntArray, floor: IntArray) -> IntArray:
         """int [B]: the best single K; requests whose limit is lower get their limit."""
         ks = np.arange(int(cap.max()) + 1)
         choices = np.clip(ks[:, None], floor, cap)
-        if self.uniform_only:
-            lowest = int(floor[self._free_to_choose(floor, cap)].max(initial=0))
-            choices = choices[lowest:]
-        value = self._goodputs(gain, spend, choices, False)
+        value = self._goodputs(slots, choices, False)
         best: IntArray = choices[int(value.argmax())]
         return best
 
-    def _free_to_choose(self, floor: IntArray, cap: IntArray) -> npt.NDArray[np.bool_]:
-        free: npt.NDArray[np.bool_] = floor < cap
-        return free
-
     def _expect(
-        self, gain: FloatArray, spend: FloatArray, choices: IntArray, ragged: bool
+        self, slots: IntArray, choices: IntArray, ragged: bool
     ) -> tuple[FloatArray, FloatArray]:
         """Tokens and seconds [choices] of K vectors [choices, B]."""
-        size = len(gain)
-        inside = self._depths <= choices[:, :, None]
-        tokens = size + (inside * gain).sum((1, 2))
-        totals = size + (inside * spend).sum((1, 2))
-        return tokens, self.cost.times(size, totals, choices.max(1), ragged)
+        size = len(slots)
+        expected = self.acceptance.expected
+        if self.varying:
+            tokens = size + expected[slots, PROGRESS, choices].sum(-1)
+            totals = size + expected[slots, OFFER, choices].sum(-1)
+        else:
+            tokens = size + expected[slots, ACCEPT, choices].sum(-1)
+            totals = size + choices.sum(-1)
+        return tokens, self.cost.times(size, totals, choices.max(-1), ragged)
 
-    def _goodputs(
-        self, gain: FloatArray, spend: FloatArray, choices: IntArray, ragged: bool
-    ) -> FloatArray:
-        tokens, seconds = self._expect(gain, spend, choices, ragged)
+    def _goodputs(self, slots: IntArray, choices: IntArray, ragged: bool) -> FloatArray:
+        tokens, seconds = self._expect(slots, choices, ragged)
         return tokens / seconds
 
     def _settle(
-        self,
-        slots: IntArray,
-        gain: FloatArray,
-        spend: FloatArray,
-        best: IntArray,
-        cap: IntArray,
-        floor: IntArray,
-        ragged: bool,
+        self, slots: IntArray, best: IntArray, cap: IntArray, floor: IntArray, ragged: bool
     ) -> IntArray:
         """Keep the K in force unless the best is clearly better (hysteresis)."""
         fresh = self._fresh[slots]
         size = len(slots)
-        if size != self._last_size or fresh.any():
+        any_fresh = bool(fresh.any())
+        if size != self._last_size or any_fresh:
             self._turns = min(self._turns + 1.0, self.config.changes_per_100_steps)
-        self._turns = min(
-            self._turns + self.config.changes_per_100_steps / 100, self.config.changes_per_100_steps
-        )
         self._last_size = size
-        old = np.where(fresh, best, np.clip(self._k[slots], floor, cap))
-        if self.uniform_only and size:
-            old = np.clip(np.full(size, self._uniform_k), floor, cap)
-            if self._uniform_k < 0:
-                old = best
-        self._fresh[slots] = False
-        differs = bool((old != best).any())
-        if differs and self._turns >= 1.0:
-            value = self._goodputs(gain, spend, np.stack([old, best]), ragged)
+        if self.uniform_only:
+            old = best if self._uniform_k < 0 else np.clip(self._uniform_k, floor, cap)
+        else:
+            old = np.minimum(np.maximum(self._k[slots], floor), cap)
+            if any_fresh:
+                old = np.where(fresh, best, old)
+                self._fresh[slots] = False
+        if self._turns >= 1.0 and not np.array_equal(old, best):
             margin = self.config.hysteresis
+            value = self._goodputs(slots, np.stack([old, best]), ragged)
             if value[1] > value[0] * (1.0 + margin) or (
-                ragged and self._turns >= 2.0 and self._one_gains(gain, spend, old, best, margin)
+                ragged
+                and size > 1
+                and self._turns >= 2.0
+                and self._one_gains(slots, old, best, margin)
             ):
                 self._turns -= 1.0
                 self.changes += 1
@@ -355,75 +412,75 @@ class Controller:
         self._uniform_k = int(old.max())
         return old
 
-    def _one_gains(
-        self, gain: FloatArray, spend: FloatArray, old: IntArray, best: IntArray, margin: float
-    ) -> bool:
+    def _one_gains(self, slots: IntArray, old: IntArray, best: IntArray, margin: float) -> bool:
         """Whether some request gains by its own change more than `margin` of its tokens."""
-        size = len(gain)
-        inside = self._depths <= np.stack([old, best])[:, :, None]
-        tokens = 1.0 + (inside * gain).sum(2)
-        spent = (inside * spend).sum(2)
-        total, used = tokens[0].sum(), size + spent[0].sum()
-        now = total / self.cost.time(size, used, int(old.max()))
+        size = len(slots)
+        both = np.stack([old, best])
+        expected = self.acceptance.expected
+        tokens = 1.0 + expected[slots, PROGRESS if self.varying else ACCEPT, both]
+        spent = expected[slots, OFFER, both] if self.varying else both
+        total, used, steps = tokens[0].sum(), size + spent[0].sum(), int(old.max())
+        now = total / self.cost.time(size, used, steps)
         swapped = (total + tokens[1] - tokens[0]) / self.cost.times(
-            size, used + spent[1] - spent[0], int(old.max())
+            size, used + spent[1] - spent[0], steps
         )
         return bool((swapped > now * (1.0 + margin * tokens[0] / total)).any())
 
     # Probing
 
-    def _probe(
-        self, slots: IntArray, k: IntArray, cap: IntArray, gain: FloatArray, spend: FloatArray
-    ) -> tuple[IntArray, bool]:
-        """Sometimes one request (or the batch, where K is uniform) tries more than looks best."""
-        self._probed = -1
-        if self.config.probe_share <= 0.0:
-            return k, False
+    def _probe(self, plan: _Plan) -> Decision:
+        """The plan, or sometimes one request (the batch, where K is uniform) tries more than that."""
+        self._turns = min(
+            self._turns + self.config.changes_per_100_steps / 100, self.config.changes_per_100_steps
+        )
         since = self.steps - self._probe_at
         burst = self._hot and since <= 2
-        if not burst and since < _PROBE_PAUSE:
-            return k, False
-        free = (self._fixed[slots] < 0) & (cap > k)
-        idle = free & (k == 0)
-        if idle.any():
-            quiet = self.steps - self._seen_at[slots]
-            which = int(np.where(idle, quiet, -1).argmax())
+        self._probed_before, self._probed = self._probed, -1
+        if self.config.probe_share <= 0.0 or (not burst and since < _PROBE_PAUSE):
+            return plan.answer
+        deepen = not plan.idle
+        if deepen and self.steps - self._deepen_at < _DEEPEN_PAUSE:
+            return plan.answer
+        slots, k, cap, free = plan.slots, plan.k, plan.cap, plan.free
+        quiet = self.steps - self._seen_at[slots]
+        if not deepen:
+            which = int(np.where(free & (k == 0), quiet, -1).argmax())
             if not burst and quiet[which] < _PROBE_PAUSE:
-                return k, False
+                return plan.answer
             target = min(2 * self._probe_k if burst else 2, int(cap[which]))
-        elif free.any() and self.steps - self._deepen_at >= _DEEPEN_PAUSE:
-            which = int(
-                np.where(free, self.steps - self._seen_at[slots] - 0.1 * k, -NO_LIMIT).argmax()
-            )
+        elif free.any():
+            self._deepen_at = self.steps
+            which = int(np.where(free, quiet - 0.01 * k, -NO_LIMIT).argmax())
             target = min(int(k[which]) + 2, int(cap[which]))
-            burst = False
         else:
-            return k, False
+            return plan.answer
         if self.uniform_only:
-            target = 1 if k.max() == 0 and not burst else target
+            target = 1 if not deepen and not burst else target
             trial = np.where(free, np.minimum(target, cap), k)
         else:
             trial = k.copy()
             trial[which] = target
+        if not self._affordable(k, trial, burst):
+            return plan.answer
+        self._probe_at = self.steps
+        self._probed, self._probe_k = int(slots[which]), target
+        self.probes += 1
+        return self._answer(slots, trial, plan.ragged, True)
+
+    def _affordable(self, k: IntArray, trial: IntArray, burst: bool) -> bool:
+        """Whether what was saved pays for a trial; if so, it is paid."""
         size = len(k)
-        base, more = k.max(), trial.max()
-        used = float(size + k.sum())
-        plain = self.cost.time(size, used, int(base))
-        extra = self.cost.time(size, float(size + trial.sum()), int(more)) - plain
+        plain = self.cost.time(size, size + int(k.sum()), int(k.max()))
+        extra = self.cost.time(size, size + int(trial.sum()), int(trial.max())) - plain
         extra = max(extra, 0.004 * plain)
-        reserve = 0.0 if burst else 0.5 * min(self._bank_limit(), _BANK * plain)
-        self._wanted = max(extra, 0.0)
-        if self._bank < extra + min(reserve, self._bank_limit() - extra):
-            return k, False
+        self._wanted = extra
+        limit = self._bank_limit()
+        reserve = 0.0 if burst else min(0.5 * _BANK * plain, max(limit - extra, 0.0))
+        if self._bank < extra + reserve:
+            return False
         self._bank -= extra
         self._probe_seconds += extra
-        self._probe_at = self.steps
-        if not idle.any():
-            self._deepen_at = self.steps
-        self._probed = int(slots[which])
-        self._probe_k = target
-        self.probes += 1
-        return trial, True
+        return True
 
     def _bank_limit(self) -> float:
         return max(_BANK * self._typical, 1.1 * self._wanted)
@@ -439,26 +496,30 @@ class Controller:
         """K given the drafts' lengths: how much of each to verify."""
         cap = np.minimum(cap, offered)
         floor = np.minimum(floor, cap)
-        if promise is None:
-            gain = self.acceptance.survival[slots, ACCEPT]
-        else:
-            scale = min(max(self._promise_scale[0] / self._promise_scale[1], 0.25), 1.25)
-            gain = np.minimum(scale * np.asarray(promise, np.float64)[:, : len(self._depths)], 1.0)
-        spend = np.ones_like(gain)
-        if self.uniform_only:
-            k = self._best_uniform(gain, spend, cap, floor)
-        else:
-            k = self._best(gain, spend, cap, floor)
-        k, probing = self._probe(slots, k, cap, gain, spend)
+        scale = 1.0
+        gain = self.acceptance.survival[slots, ACCEPT]
         if promise is not None:
-            self._promised[slots] = (np.where(self._depths <= k[:, None], gain, 0.0)).sum(1) / scale
-        ragged = not self.uniform_only
-        tokens, seconds = self._expect(gain, spend, k[None], ragged)
-        decision = Decision(
-            k.astype(np.int32), int(k.max()), False, float(tokens[0]), float(seconds[0]), probing
+            given = np.asarray(promise, np.float64)[:, : len(self._depths)]
+            scale = min(max(float(self._promise_scale[0] / self._promise_scale[1]), 0.25), 1.25)
+            gain = np.zeros_like(gain)
+            gain[:, : given.shape[1]] = np.minimum(scale * given, 1.0)
+        k = self._best(slots, cap, floor, gain)
+        if self.uniform_only:
+            k = np.minimum(round(float(k.mean())), cap)
+        size = len(k)
+        until = np.where(self._depths <= k[:, None], gain, 0.0).sum(1)
+        if promise is not None:
+            self._promised[slots] = until / scale
+        most = int(k.max())
+        self._plan = None
+        self._decision = Decision(
+            k.astype(np.int32),
+            most,
+            most == int(k.min()),
+            size + float(until.sum()),
+            self.cost.time(size, size + int(k.sum())),
         )
-        self._decision = decision
-        return decision
+        return self._decision
 
     # Learning
 
@@ -495,24 +556,21 @@ class Controller:
         hits = np.asarray(accepted, np.int64)
         stay = hits + 1 if kept is None else np.asarray(kept, np.int64)
         self.steps += 1
-        verified = int(drafts.sum())
-        expected = self._expected_tokens(slots, drafts, size)
+        verified, tokens = int(drafts.sum()), int(stay.sum())
+        within = np.minimum(drafts, self.max_k) if self.max_k else 0 * drafts
+        expected = size + float(self.acceptance.expected[slots, ACCEPT, within].sum())
+        self._token_errors[0] += 0.02 * (expected - self._token_errors[0])
+        self._token_errors[1] += 0.02 * (tokens - self._token_errors[1])
         predicted = self.cost.time(size, size + verified, draft_steps)
         if pure_decode:
             self._learn_time(size, drafts, verified, seconds, draft_steps)
         if verified or offered is not None or beyond is not None:
-            self._learn_acceptance(slots, drafts, hits, stay, offered, allowed, beyond)
-        tokens = int(stay.sum())
-        self._token_errors[self._token_steps % 128] = expected - tokens
-        self._token_steps += 1
+            self._remember(slots, drafts, hits, stay, offered, allowed, beyond)
+        elif self.steps % _PAUSE[size >= _MANY] == 0:
+            self._plan = None
         if self.trace is not None:
-            self._write(
-                request_ids, slots, drafts, hits, tokens, expected, seconds, predicted, pure_decode
-            )
-
-    def _expected_tokens(self, slots: IntArray, drafts: IntArray, size: int) -> float:
-        inside = self._depths <= drafts[:, None]
-        return size + float((self.acceptance.survival[slots, ACCEPT] * inside).sum())
+            step = (tokens, expected, seconds, predicted, pure_decode)
+            self._write(request_ids, slots, drafts, hits, *step)
 
     def _learn_time(
         self, size: int, drafts: IntArray, verified: int, seconds: float, draft_steps: int
@@ -522,16 +580,13 @@ class Controller:
         ragged = size > 1 and verified > 0 and bool((drafts != drafts[0]).any())
         self.cost.observe(size, size + verified, seconds, draft_steps, ragged)
         plain = self.cost.time(size, size)
-        self._typical = (
-            plain if not self._typical else self._typical + 0.1 * (plain - self._typical)
-        )
+        self._typical += (0.1 if self._typical else 1.0) * (plain - self._typical)
         counted = min(seconds, 3.0 * self.cost.time(size, size + verified, draft_steps))
         self._all_seconds += counted
-        self._bank = min(
-            self._bank + self.config.probe_share * counted, max(self._bank_limit(), self._bank)
-        )
+        limit = max(self._bank_limit(), self._bank)
+        self._bank = min(self._bank + self.config.probe_share * counted, limit)
 
-    def _learn_acceptance(
+    def _remember(
         self,
         slots: IntArray,
         drafts: IntArray,
@@ -545,21 +600,43 @@ class Controller:
         drew = room = None
         if self.varying:
             drew = drafts if offered is None else np.asarray(offered, np.int64)
-            room = (
-                drew if allowed is None else np.minimum(np.asarray(allowed, np.int64), self.max_k)
-            )
-        shown = evidence(drafts, hits, stay, drew, room, ahead)
+            room = drew if allowed is None else np.asarray(allowed, np.int64)
+            room = np.minimum(room, self.max_k)
+        if self._pending and (
+            slots is not self._pending_slots or (ahead is None) != (self._pending[0].beyond is None)
+        ):
+            self._learn()
+        self._pending_slots = slots
+        self._pending.append(_Step(drafts, hits, stay, drew, room, ahead))
+        probed = self._probed if self._probed >= 0 else self._probed_before
+        if probed >= 0:
+            mine = (slots == probed) & (drafts > 0)
+            if mine.any():
+                self._hot = bool((hits >= drafts)[mine].all())
+        pause = _PAUSE[len(slots) >= _MANY]
+        if len(self._pending) >= pause or self.steps <= _YOUNG or (probed >= 0 and self._hot):
+            self._learn()
+
+    def _learn(self) -> None:
+        """Take in what is pending; the next `decide` thinks again."""
+        if not self._pending:
+            return
+        slots, steps = self._pending_slots, self._pending
+        fields = ("drafts", "hits", "kept", "offered", "allowed", "beyond")
+        columns: list[Any] = [[getattr(step, name) for step in steps] for name in fields]
+        arrays = [None if column[0] is None else np.array(column) for column in columns]
+        hits = np.array(columns[1])
+        shown = evidence(*arrays)  # type: ignore[arg-type]
         self.acceptance.learn(slots, shown)
-        tried = shown.last[:, ACCEPT] > 0
+        tried = (shown.last[..., ACCEPT] > 0).any(0)
         self._seen_at[slots[tried]] = self.steps
-        if self._probed >= 0:
-            mine = slots == self._probed
-            self._hot = bool((mine & (drafts > 0) & (hits >= drafts)).any())
         promised = self._promised[slots]
         if promised.any():
             self._promise_scale *= 0.99
-            self._promise_scale += (float(hits[promised > 0].sum()), float(promised.sum()))
+            self._promise_scale += (float(hits[-1][promised > 0].sum()), float(promised.sum()))
             self._promised[slots] = 0.0
+        steps.clear()
+        self._plan = None
 
     # Reports
 
@@ -571,6 +648,9 @@ class Controller:
             "probes": self.probes,
             "probe_share": self._probe_seconds / self._all_seconds if self._all_seconds else 0.0,
             "time_error": self.cost.error,
+            "token_error": abs(self._token_errors[0] / max(self._token_errors[1], 1e-9) - 1.0)
+            if self.steps
+            else 0.0,
             "draft_step_seconds": self.cost.draft_step,
             "ragged_factor": self.cost.ragged,
         }

@@ -11,6 +11,7 @@ medians, clipped innovations and Huber weights.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,18 +70,21 @@ class CostModel:
         self.observations = 0
         self._requests = _grid(8, 1.19, max_requests)
         self._tokens = _grid(16, 1.12, max(max_tokens, max_requests))
-        self._request_edges = (self._requests[1:] + self._requests[:-1]) / 2
-        self._token_edges = (self._tokens[1:] + self._tokens[:-1]) / 2
+        self._request_edges: list[float] = ((self._requests[1:] + self._requests[:-1]) / 2).tolist()
+        self._token_edges: list[float] = ((self._tokens[1:] + self._tokens[:-1]) / 2).tolist()
+        self._request_list: list[float] = self._requests.tolist()
+        self._token_list: list[float] = self._tokens.tolist()
         cells = (len(self._requests), len(self._tokens))
         self._near = _kernel(self._requests, _REACH[0]), _kernel(self._tokens, _REACH[1])
-        self._ring = np.zeros((*cells, _RING))
+        self._rings: dict[tuple[int, int], list[float]] = {}
         self._count = np.zeros(cells)
         self._value = np.zeros(cells)  # log seconds at the knot, level removed
         self._base = np.array([self.prior.fixed, self.prior.request, self.prior.token])
-        self._weights = np.ones(4)
         self._normal = np.zeros((4, 4))
         self._moment = np.zeros(4)
         self._first: list[float] = []
+        self._new: list[tuple[float, float, float, float, float]] = []
+        self._since_fit = 0
         self._scale = 1.0
         self._level = 0.0
         self._ragged = math.log(self.prior.ragged)
@@ -111,8 +115,15 @@ class CostModel:
         self, requests: int, total: float, draft_steps: float = 0, ragged: bool = False
     ) -> float:
         """Seconds of one step; see `times`."""
-        seconds = float(np.interp(total, self._tokens, self._row(requests)))
-        seconds += self.draft_step * draft_steps
+        knots = self._token_list
+        row = self._lists.get(requests)
+        if row is None:
+            row = self._lists[requests] = self._row(requests).tolist()
+        upper = min(max(bisect_left(knots, total), 1), len(knots) - 1)
+        low, high = knots[upper - 1], knots[upper]
+        share = min(max((total - low) / (high - low), 0.0), 1.0)
+        seconds = row[upper - 1] + share * (row[upper] - row[upper - 1])
+        seconds += self._draft_step * draft_steps
         return seconds * math.exp(self._ragged) if ragged else seconds
 
     def marginal(self, requests: int, totals: npt.ArrayLike) -> FloatArray:
@@ -159,9 +170,10 @@ class CostModel:
             drafting = min(drafting, 0.7 * seconds / self.ragged)
         limit = _CLIP * self._noise
         clipped = max(-limit, min(limit, innovation))
-        row = int(self._request_edges.searchsorted(requests))
-        column = int(self._token_edges.searchsorted(total))
-        count = self._count[row, column]
+        row = bisect_left(self._request_edges, requests)
+        column = bisect_left(self._token_edges, total)
+        ring = self._rings.setdefault((row, column), [])
+        count = len(ring) if len(ring) < _RING else int(self._count[row, column])
         self._noise += 0.05 * (min(abs(innovation), 4 * self._noise) * 1.25 - self._noise)
         self._noise = min(max(self._noise, 0.01), 0.25)
         self._level += 0.1 * count / (count + 5.0) * clipped
@@ -169,12 +181,19 @@ class CostModel:
         if ragged and self._modes[False] > 3:
             self._ragged += 0.1 / (1 + 0.02 * self._modes[True]) * clipped
         self._learn_parts(requests, total, seconds, draft_steps, ragged, innovation)
-        at_knot = self._plain(self._requests[row], self._tokens[column])
+        at_knot = self._plain(self._request_list[row], self._token_list[column])
         ratio = at_knot / self._plain(requests, total)
         own = seconds / (self.ragged if ragged else 1.0) - drafting
-        self._learn_cell(row, column, math.log(max(own, 1e-9) * ratio) - self._level)
-        if self.observations <= 32 or self.observations % 8 == 0 or count < 3:
+        self._learn_cell(row, column, ring, math.log(max(own, 1e-9) * ratio) - self._level)
+        self._since_fit += 1
+        if self.observations <= _RING or self._since_fit >= self._pause(count):
             self._fit()
+
+    def _pause(self, count: int) -> int:
+        """Steps between fits: few while there is much to learn."""
+        if self.observations > 64:
+            return 32 if self.observations > 512 else 16
+        return 1 if count < 3 else 4
 
     def _find_scale(self, requests: int, total: int, seconds: float, draft_steps: float) -> None:
         guess = float(self._base @ (1.0, requests, total)) + self.prior.draft_step * draft_steps
@@ -185,16 +204,17 @@ class CostModel:
         self._moment *= change
         self._scale = scale
 
-    def _learn_cell(self, row: int, column: int, value: float) -> None:
+    def _learn_cell(self, row: int, column: int, ring: list[float], value: float) -> None:
         count = int(self._count[row, column])
-        ring = self._ring[row, column]
-        ring[count % _RING] = value
-        seen = min(count + 1, _RING)
-        robust = sorted(ring[:seen].tolist())[(seen - 1) // 2]
         if count < _RING:
-            self._value[row, column] = robust
+            ring.append(value)
         else:
-            self._value[row, column] += max(1.0 / count, 0.05) * (robust - self._value[row, column])
+            ring[count % _RING] = value
+        robust = sorted(ring)[(len(ring) - 1) // 2]
+        if count >= _RING:
+            old = float(self._value[row, column])
+            robust = old + max(1.0 / count, 0.05) * (robust - old)
+        self._value[row, column] = robust
         self._count[row, column] = count + 1
 
     def _learn_parts(
@@ -206,22 +226,20 @@ class CostModel:
         ragged: bool,
         innovation: float,
     ) -> None:
-        seconds /= math.exp(self._level) * (self.ragged if ragged else 1.0)
-        fixed, request, token = self._base * self._scale
-        parts = np.array(
-            [fixed, request * requests, token * total, self._draft_unit() * draft_steps]
-        )
-        parts /= seconds
         weight = min(1.0, 2.0 * self._noise / max(abs(innovation), 1e-9))
         if weight < 0.1:
             return
-        self._normal *= 0.998
-        self._moment *= 0.998
-        self._normal += weight * np.outer(parts, parts)
-        self._moment += weight * parts
-
-    def _draft_unit(self) -> float:
-        return self._scale * (self.prior.draft_step or 0.0)
+        unit = self._scale * math.exp(self._level) * (self.ragged if ragged else 1.0) / seconds
+        prior = self.prior
+        self._new.append(
+            (
+                weight,
+                unit * prior.fixed,
+                unit * prior.request * requests,
+                unit * prior.token * total,
+                unit * prior.draft_step * draft_steps,
+            )
+        )
 
     def _plain(self, requests: float, total: float) -> float:
         a, b, c = self._parts
@@ -229,14 +247,21 @@ class CostModel:
 
     def _fit(self) -> None:
         """Solve for the parametric part and redraw the table."""
+        self._since_fit = 0
+        if self._new:
+            rows = np.array(self._new)
+            self._new.clear()
+            weight, parts = rows[:, 0], rows[:, 1:]
+            keep = 0.998 ** len(rows)
+            self._normal = keep * self._normal + parts.T @ (weight[:, None] * parts)
+            self._moment = keep * self._moment + weight @ parts
         pull = np.array([1.0, 1.0, 0.3, 0.3])
-        common = 1.0
-        weights = np.linalg.solve(self._normal + np.diag(pull), self._moment + pull * common)
+        weights = np.linalg.solve(self._normal + np.diag(pull), self._moment + pull)
         low = weights < 0.02
         if low.any():
             free = ~low
             weights = np.where(low, 0.02, weights)
-            rest = self._moment - self._normal[:, low] @ weights[low] + pull * common
+            rest = self._moment - self._normal[:, low] @ weights[low] + pull
             weights[free] = np.linalg.solve(
                 (self._normal + np.diag(pull))[np.ix_(free, free)], rest[free]
             )
@@ -244,7 +269,9 @@ class CostModel:
         self._parts: tuple[float, float, float] = tuple(
             (self._base * weights[:3] * self._scale).tolist()
         )
-        self._draft_step = float(self._draft_unit() * weights[3]) * math.exp(self._level)
+        self._draft_step = float(self._scale * self.prior.draft_step * weights[3]) * math.exp(
+            self._level
+        )
         plain = np.log(
             self._parts[0]
             + self._parts[1] * self._requests[:, None]
@@ -261,6 +288,7 @@ class CostModel:
         falling = np.minimum.accumulate(table[:, ::-1], axis=1)[:, ::-1]
         self._table: FloatArray = 0.5 * (rising + falling)
         self._rows: dict[int, FloatArray] = {}
+        self._lists: dict[int, list[float]] = {}
         self._rows_level = self._level
 
     def _row(self, requests: int) -> FloatArray:
