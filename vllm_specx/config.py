@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from vllm_specx.control.settings import ControllerConfig
+
 
 class ConfigError(ValueError):
     """A configuration that cannot work; the message is one sentence that says what to change."""
@@ -25,7 +27,29 @@ class PoolConfig(_Strict):
     """Tokens kept over all pools; the least recently used are forgotten first."""
 
 
-class NgramConfig(_Strict):
+class _Steered(_Strict):
+    """Keys of every proposer."""
+
+    controller: ControllerConfig = ControllerConfig()
+    """How the draft length follows acceptance and load; `off` keeps it as configured."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _switches(cls, data: Any) -> Any:
+        """on, off, true and false for the keys that are mappings with a key `enabled`."""
+        if not isinstance(data, Mapping):
+            return data
+        switched = dict(data)
+        for key in ("controller", "pool"):
+            switch = data.get(key)
+            if isinstance(switch, bool | str):
+                if switch not in (True, False, "on", "off"):
+                    raise ValueError(f"{key} must be 'on', 'off' or a mapping of its keys")
+                switched[key] = {"enabled": switch in (True, "on")}
+        return switched
+
+
+class NgramConfig(_Steered):
     """Keys of `specx:ngram`, the training-free lookahead."""
 
     proposer: Literal["ngram"] = "ngram"
@@ -41,18 +65,8 @@ class NgramConfig(_Strict):
     CPU and 0.01 on a GPU."""
     pool: PoolConfig = PoolConfig()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _pool_switch(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and isinstance(data.get("pool"), bool | str):
-            switch = data["pool"]
-            if switch not in (True, False, "on", "off"):
-                raise ValueError("pool must be 'on', 'off' or a mapping of its keys")
-            return {**data, "pool": {"enabled": switch in (True, "on")}}
-        return data
 
-
-class StockConfig(_Strict):
+class StockConfig(_Steered):
     """specx beside one of vLLM's own methods."""
 
     proposer: Literal["stock"] = "stock"

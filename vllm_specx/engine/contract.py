@@ -51,6 +51,7 @@ class Hook:
 
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
 _BATCH = "vllm.v1.worker.gpu_input_batch"
 
 HOOKS: tuple[Hook, ...] = (
@@ -62,11 +63,10 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook("vllm.engine.arg_utils", "EngineArgs.speculative_config", "the short form, still a dict"),
     Hook("vllm.engine.arg_utils", "EngineArgs.additional_config", "where specx travels"),
-    Hook("vllm.engine.arg_utils", "EngineArgs.scheduler_cls", "select our scheduler"),
     Hook("vllm.config", "SpeculativeConfig", "its fields tell which keys are vLLM's"),
     Hook("vllm.config", "VllmConfig.additional_config", "where specx travels"),
     Hook(
-        "vllm.v1.core.sched.scheduler",
+        _SCHEDULER,
         "Scheduler.add_request",
         "tell the worker of cache_salt",
         ("request",),
@@ -74,6 +74,24 @@ HOOKS: tuple[Hook, ...] = (
     Hook(
         "vllm.v1.core.sched.output", "SchedulerOutput.num_spec_tokens_to_schedule", "K of this step"
     ),
+    Hook("vllm.v1.core.sched.output", "SchedulerOutput.scheduled_spec_decode_tokens", "drafts"),
+    Hook("vllm.v1.core.sched.output", "SchedulerOutput.num_invalid_spec_tokens", "drafts"),
+    Hook("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", "K of asynchronous steps"),
+    Hook(_SCHEDULER, "Scheduler.schedule", "the start of a step"),
+    Hook(_SCHEDULER, "Scheduler._update_after_schedule", "set K", ("scheduler_output",)),
+    Hook(_SCHEDULER, "Scheduler.update_draft_token_ids", "cut drafts", ("draft_token_ids",)),
+    Hook(
+        _SCHEDULER,
+        "Scheduler.update_from_output",
+        "learn acceptance",
+        ("scheduler_output", "model_runner_output"),
+    ),
+    Hook(_SCHEDULER, "Scheduler._free_request", "a request has ended", ("request",)),
+    Hook(_SCHEDULER, "Scheduler.shutdown", "write the rest of the trace"),
+    Hook("vllm.v1.outputs", "DraftTokenIds", "cut drafts", ("req_ids", "draft_token_ids")),
+    Hook("vllm.v1.outputs", "ModelRunnerOutput.sampled_token_ids", "learn acceptance"),
+    Hook("vllm.v1.request", "Request.num_output_tokens", "learn acceptance"),
+    Hook("vllm.config", "SchedulerConfig.scheduler_cls", "select our scheduler"),
     Hook("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device", "activate in the worker"),
     Hook(
         _RUNNER,

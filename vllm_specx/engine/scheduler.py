@@ -1,17 +1,126 @@
-"""vLLM's scheduler with what the proposers need from it."""
+"""vLLM's schedulers with control/ in them, and with what the proposers need from them."""
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_specx import config
+from vllm_specx.control.cost import CostPrior
 from vllm_specx.engine.pools import stamp_salt
+from vllm_specx.engine.steering import Steering, weight_bytes
+from vllm_specx.engine.translate import SELECTED
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+T = TypeVar("T")
 
 
-class SpecxScheduler(Scheduler):
-    """Tells the worker of a request's cache_salt, which vLLM keeps to itself."""
+class _Steered:
+    """Before a Scheduler: K follows acceptance and load (steering.py), and requests tell their salt.
+
+    A fault in choosing K is logged once and ends the choosing, never the scheduler: drafts are then
+    what vLLM's own configuration says.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._steering: Steering | None = None
+        self._schedule_started = 0.0
+        vllm: Any = self.vllm_config  # type: ignore[attr-defined]
+        raw = (vllm.additional_config or {}).get(SELECTED)
+        if raw is None or vllm.speculative_config is None:
+            return
+        settings = config.parse(raw)
+        on_gpu = vllm.device_config.device_type != "cpu"
+        self._steering = Steering(
+            settings.controller,
+            method=vllm.speculative_config.method,
+            self_paced=settings.proposer == "ngram",
+            max_k=vllm.num_speculative_tokens,
+            max_requests=vllm.scheduler_config.max_num_seqs,
+            asynchronous=bool(vllm.scheduler_config.async_scheduling),
+            prior=CostPrior.from_model(
+                weight_bytes(vllm.model_config.model),
+                on_gpu,
+                draft_share=0.0 if settings.proposer == "ngram" else 0.1,
+            ),
+        )
+        # With a table of its own vLLM does not pad a request's first step with drafts that are
+        # known to be wrong. Its values are never used: K is set below.
+        if self.dynamic_sd_lookup is None and not on_gpu:  # type: ignore[has-type]
+            self.dynamic_sd_lookup = [vllm.num_speculative_tokens] * (
+                vllm.scheduler_config.max_num_seqs + 1
+            )
 
     def add_request(self, request: Any) -> None:
         stamp_salt(request)
-        super().add_request(request)
+        self._steer(lambda steering: steering.add(request), None)
+        super().add_request(request)  # type: ignore[misc]
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self._schedule_started = time.perf_counter()
+        return super().schedule(*args, **kwargs)  # type: ignore[misc]
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        started, requests = self._schedule_started, self.requests  # type: ignore[attr-defined]
+        self._steer(lambda steering: steering.scheduled(scheduler_output, requests, started), None)
+        super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        drafts = draft_token_ids.draft_token_ids
+        if self._steering is not None and self._steering.cuts:
+            draft_token_ids.draft_token_ids = self._steer(
+                lambda steering: steering.drafted(draft_token_ids.req_ids, drafts), drafts
+            )
+        super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        nothing: dict[str, int] = {}
+        before = self._steer(lambda steering: steering.before_output(scheduler_output), nothing)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
+        self._steer(
+            lambda steering: steering.finished_step(
+                scheduler_output,
+                model_runner_output.sampled_token_ids,
+                model_runner_output.req_id_to_index,
+                before,
+            ),
+            None,
+        )
+        return outputs
+
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        freed = super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+        self._steer(lambda steering: steering.remove(request.request_id), None)
+        return freed
+
+    def shutdown(self) -> None:
+        self._steer(lambda steering: steering.close(), None)
+        super().shutdown()  # type: ignore[misc]
+
+    def _steer(self, act: Callable[[Steering], T], otherwise: T) -> T:
+        if self._steering is None:
+            return otherwise
+        try:
+            return act(self._steering)
+        except Exception:
+            self._steering = None
+            logger.exception(
+                "vllm_specx: choosing the draft length failed and is switched off until the engine "
+                "restarts; drafts go on with the configured length."
+            )
+            return otherwise
+
+
+class SpecxScheduler(_Steered, Scheduler):
+    """For synchronous scheduling: K by request."""
+
+
+class SpecxAsyncScheduler(_Steered, AsyncScheduler):
+    """For asynchronous scheduling: drafts stay on the device, so K is one for the whole batch."""

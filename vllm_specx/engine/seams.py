@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any, get_args
 
+from vllm_specx import config
 from vllm_specx.config import ConfigError
 from vllm_specx.engine import contract
 from vllm_specx.engine.patching import wrap
 from vllm_specx.engine.translate import SELECTED, translate
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def install_entry_seams() -> None:
@@ -74,10 +78,46 @@ def _create_engine_config(
     if SELECTED not in (engine_args.additional_config or {}):
         return original(engine_args, *args, **kwargs)
     try:
-        return original(engine_args, *args, **kwargs)
+        vllm_config = original(engine_args, *args, **kwargs)
     except Exception as error:
         error.add_note(f"vllm_specx: the speculative config was written as {before!r}")
         raise
+    try:
+        _choose_scheduler(vllm_config)
+    except ConfigError as error:
+        _refuse(error, usage)
+    return vllm_config
+
+
+def _choose_scheduler(vllm_config: Any) -> None:
+    """Our scheduler, synchronous or not as vLLM decided."""
+    scheduler = vllm_config.scheduler_config
+    if vllm_config.speculative_config is None:
+        return
+    if scheduler.scheduler_cls is not None:
+        logger.warning(
+            "vllm_specx: the scheduler is %s, so the draft length does not follow acceptance, and "
+            "cache_salt does not separate the n-gram pools.",
+            scheduler.scheduler_cls,
+        )
+        return
+    settings = config.parse(vllm_config.additional_config[SELECTED])
+    _refuse_diverging_ranks(vllm_config, settings)
+    name = "SpecxAsyncScheduler" if scheduler.async_scheduling else "SpecxScheduler"
+    scheduler.scheduler_cls = f"vllm_specx.engine.scheduler.{name}"
+
+
+def _refuse_diverging_ranks(vllm_config: Any, settings: config.SpecxConfig) -> None:
+    """Ranks that step together must draft equally often; each has a controller of its own."""
+    parallel = vllm_config.parallel_config
+    together = parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe
+    chosen = settings.controller.enabled and settings.controller.static_k is None
+    drafts_by_forward = vllm_config.speculative_config.method not in ("ngram", "suffix")
+    if settings.proposer == "stock" and together and chosen and drafts_by_forward:
+        raise ConfigError(
+            f"data parallelism of {parallel.data_parallel_size} with a mixture of experts steps all ranks "
+            "together, and each would choose its own draft length: set specx.controller.static_k."
+        )
 
 
 def _translate_engine_args(engine_args: Any) -> None:
@@ -112,8 +152,6 @@ def _translate_engine_args(engine_args: Any) -> None:
         engine_args.spec_method = engine_args.spec_model = engine_args.spec_tokens = None
     engine_args.speculative_config = speculative
     engine_args.additional_config = additional
-    if additional[SELECTED].get("proposer") != "stock" and engine_args.scheduler_cls is None:
-        engine_args.scheduler_cls = "vllm_specx.engine.scheduler.SpecxScheduler"
 
 
 def _methods() -> frozenset[str]:

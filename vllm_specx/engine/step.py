@@ -11,6 +11,7 @@ import torch
 
 from vllm_specx.draft.proposer import DraftContext
 from vllm_specx.draft.tree import DraftTree, IntArray
+from vllm_specx.engine.plan import PLAN, DraftPlan
 from vllm_specx.engine.pools import pool_of
 from vllm_specx.engine.proposers import EngineProposer
 
@@ -100,9 +101,12 @@ def build_context(
     known, finished = _follow(drafter, runner, request_ids)
     most = np.fromiter((k.last_length for k in known), np.int64, size) - num_tokens - 1
     budgets = np.clip(most, 0, scheduler_output.num_spec_tokens_to_schedule).astype(np.int32)
+    plan: DraftPlan | None = getattr(scheduler_output, PLAN, None)
     for i, sampled in enumerate(sampled_token_ids):
         if not sampled:
             budgets[i] = 0
+        elif plan is not None:
+            budgets[i] = min(budgets[i], plan.limits.get(request_ids[i], budgets[i]))
     return DraftContext(
         request_ids=request_ids,
         rows=np.arange(size, dtype=np.int32),
@@ -115,6 +119,7 @@ def build_context(
         pools=[k.pool for k in known],
         finished=finished,
         vocab_size=drafter.vocab_size,
+        costs=None if plan is None else plan.costs,
         hidden_states=(
             _last_accepted_rows(sampled_token_ids, sample_hidden_states, spec_decode_metadata)
             if drafter.proposer.needs_hidden_states
