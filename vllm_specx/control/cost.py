@@ -86,7 +86,8 @@ class CostModel:
         self._new: list[tuple[float, float, float, float, float]] = []
         self._since_fit = 0
         self._scale = 1.0
-        self._level = 0.0
+        self._level = 0.0  # log of how much slower the machine is than the table says
+        self._now = 1.0
         self._ragged = math.log(self.prior.ragged)
         self._noise = 0.05
         self._errors = np.zeros(_ERRORS)
@@ -108,8 +109,8 @@ class CostModel:
         at = np.asarray(totals, np.float64)
         seconds: FloatArray = np.interp(at, self._tokens, self._row(requests))
         if self.draft_step > 0.0:
-            seconds = seconds + self.draft_step * np.asarray(draft_steps, np.float64)
-        return seconds * math.exp(self._ragged) if ragged else seconds
+            seconds = seconds + self._draft_step * np.asarray(draft_steps, np.float64)
+        return seconds * (self._now * math.exp(self._ragged) if ragged else self._now)
 
     def time(
         self, requests: int, total: float, draft_steps: float = 0, ragged: bool = False
@@ -124,7 +125,7 @@ class CostModel:
         share = min(max((total - low) / (high - low), 0.0), 1.0)
         seconds = row[upper - 1] + share * (row[upper] - row[upper - 1])
         seconds += self._draft_step * draft_steps
-        return seconds * math.exp(self._ragged) if ragged else seconds
+        return seconds * (self._now * math.exp(self._ragged) if ragged else self._now)
 
     def marginal(self, requests: int, totals: npt.ArrayLike) -> FloatArray:
         """Seconds that one more token adds at each of totals."""
@@ -134,7 +135,7 @@ class CostModel:
     @property
     def draft_step(self) -> float:
         """Seconds of one draft step."""
-        return self._draft_step
+        return self._draft_step * self._now
 
     @property
     def ragged(self) -> float:
@@ -176,7 +177,8 @@ class CostModel:
         count = len(ring) if len(ring) < _RING else int(self._count[row, column])
         self._noise += 0.05 * (min(abs(innovation), 4 * self._noise) * 1.25 - self._noise)
         self._noise = min(max(self._noise, 0.01), 0.25)
-        self._level += 0.1 * count / (count + 5.0) * clipped
+        self._level += 0.05 * count / (count + 5.0) * clipped
+        self._now = math.exp(self._level)
         self._modes[ragged] += 1
         if ragged and self._modes[False] > 3:
             self._ragged += 0.1 / (1 + 0.02 * self._modes[True]) * clipped
@@ -229,7 +231,7 @@ class CostModel:
         weight = min(1.0, 2.0 * self._noise / max(abs(innovation), 1e-9))
         if weight < 0.1:
             return
-        unit = self._scale * math.exp(self._level) * (self.ragged if ragged else 1.0) / seconds
+        unit = self._scale * self._now * (self.ragged if ragged else 1.0) / seconds
         prior = self.prior
         self._new.append(
             (
@@ -289,7 +291,6 @@ class CostModel:
         self._table: FloatArray = 0.5 * (rising + falling)
         self._rows: dict[int, FloatArray] = {}
         self._lists: dict[int, list[float]] = {}
-        self._rows_level = self._level
 
     def _row(self, requests: int) -> FloatArray:
         row = self._rows.get(requests)
@@ -299,7 +300,6 @@ class CostModel:
             low, high = knots[upper - 1], knots[upper]
             share = min(max((requests - low) / (high - low), 0.0), 1.0)
             row = (1.0 - share) * self._table[upper - 1] + share * self._table[upper]
-            row *= math.exp(self._rows_level)
             self._rows[requests] = row
         return row
 
