@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from vllm_specx.cli import serve as serving
+from vllm_specx.cli import train
 from vllm_specx.config import ConfigError
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -20,6 +21,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
+
+app.add_typer(train.app, name="train")
 
 
 @app.callback()

@@ -74,4 +74,5 @@ def bin_of(probabilities: npt.NDArray[np.floating]) -> npt.NDArray[np.intp]:
 
 def _middles() -> FloatArray:
     odds = (np.arange(BINS) + 0.5) * (8.0 / BINS) - 4.0
-    return 1.0 / (1.0 + np.exp(-odds))
+    middles: FloatArray = 1.0 / (1.0 + np.exp(-odds))
+    return middles

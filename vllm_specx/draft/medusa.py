@@ -190,7 +190,8 @@ class MedusaDrafter:
         if self._config.min_probability is None:
             return chain_length(acceptance, self._token_cost)
         reached = np.cumprod(acceptance, axis=1)
-        return (reached >= self._config.min_probability).sum(axis=1)
+        lengths: npt.NDArray[np.intp] = (reached >= self._config.min_probability).sum(axis=1)
+        return lengths
 
     def _sequential_chain(
         self, hidden: torch.Tensor, last: IntArray, depth: int

@@ -1,0 +1,194 @@
+"""Training text with its hidden states: windows to train on, greedy runs to validate with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_specx.train import shards
+from vllm_specx.train.errors import TrainError
+from vllm_specx.train.generate import GREEDY
+from vllm_specx.train.generate import KIND as TEXT
+from vllm_specx.train.hidden import AUX, LAST
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Consecutive positions of several conversations, end to end.
+
+    hidden: [T, hidden] bfloat16, the state after position t has been read.
+    tokens: int64 [T]; source: uint8 [T] (generate.py); end: int64 [T], where t's stretch ends.
+    starts: int64 [P], positions that drafts may start from.
+    """
+
+    hidden: torch.Tensor
+    tokens: torch.Tensor
+    source: torch.Tensor
+    end: torch.Tensor
+    starts: torch.Tensor
+
+
+class Corpus:
+    """All shards of a text folder and of its hidden states.
+
+    folder_hidden None reads the text only. Raises TrainError when nothing or not all is there.
+    """
+
+    def __init__(self, text: Path, hidden: Path | None, limit: int | None = None) -> None:
+        tokens, source = [], []
+        self._hidden: list[npt.NDArray[np.uint16]] = []
+        self._folder = hidden
+        self._shards: list[int] = []
+        offsets = [np.zeros(1, np.int64)]
+        self._begins = [0]
+        for index in shards.indices(text, TEXT):
+            try:
+                arrays = shards.read_shard(shards.shard_path(text, TEXT, index)).arrays
+                if hidden is not None:
+                    path = shards.shard_path(hidden, LAST, index)
+                    self._hidden.append(shards.read_shard(path, check=False).arrays["last"])
+            except shards.BrokenShard as error:
+                raise TrainError(f"{error}; give the same command again to make it anew.") from None
+            tokens.append(np.asarray(arrays["tokens"]))
+            source.append(np.asarray(arrays["source"]))
+            offsets.append(arrays["offsets"][1:] + self._begins[-1])
+            self._begins.append(self._begins[-1] + len(tokens[-1]))
+            self._shards.append(index)
+            if limit is not None and self._begins[-1] >= limit:
+                break
+        if not tokens:
+            raise TrainError(f"there is no training text in {text}.")
+        self.tokens: npt.NDArray[np.int32] = np.concatenate(tokens)
+        self.source: npt.NDArray[np.uint8] = np.concatenate(source)
+        self.offsets: Ints = np.concatenate(offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of a hidden state."""
+        return int(self._hidden[0].shape[1])
+
+    def hidden(self, begin: int, end: int) -> torch.Tensor:
+        """bfloat16 [end - begin, hidden]; the positions must be of one conversation."""
+        shard = int(np.searchsorted(self._begins, begin, side="right")) - 1
+        first = self._begins[shard]
+        bits = np.array(self._hidden[shard][begin - first : end - first])
+        return torch.from_numpy(bits).view(torch.bfloat16)
+
+    def auxiliary(self, layer: int, begin: int, end: int) -> torch.Tensor:
+        """bfloat16 [end - begin, hidden] of an auxiliary layer (EAGLE-3)."""
+        assert self._folder is not None
+        shard = int(np.searchsorted(self._begins, begin, side="right")) - 1
+        path = shards.shard_path(self._folder, AUX, self._shards[shard])
+        array = shards.read_shard(path, check=False).arrays[f"layer.{layer}"]
+        first = self._begins[shard]
+        bits = np.array(array[begin - first : end - first])
+        return torch.from_numpy(bits).view(torch.bfloat16)
+
+    def split(self, validation: float, excluded: set[int]) -> tuple[Ints, Ints]:
+        """(train, validation) conversations; a conversation's side depends on its tokens only."""
+        sides: tuple[list[int], list[int]] = ([], [])
+        for i in range(len(self)):
+            if i in excluded:
+                continue
+            tokens = self.tokens[self.offsets[i] : self.offsets[i + 1]]
+            digest = hashlib.blake2b(tokens[:64].tobytes(), digest_size=4).digest()
+            sides[int.from_bytes(digest) < validation * 2**32].append(i)
+        return np.array(sides[0], np.int64), np.array(sides[1], np.int64)
+
+    def containing(self, texts: Sequence[Sequence[int]], length: int = 13) -> set[int]:
+        """Conversations that share `length` tokens in a row with one of `texts`, given as ids."""
+        known = {
+            tuple(text[i : i + length]) for text in texts for i in range(len(text) - length + 1)
+        }
+        if not known:
+            return set()
+        firsts = np.zeros(int(self.tokens.max()) + 1, bool)
+        firsts[[gram[0] for gram in known if gram[0] < len(firsts)]] = True
+        found = set()
+        for i in range(len(self)):
+            tokens = self.tokens[self.offsets[i] : self.offsets[i + 1]]
+            for at in np.flatnonzero(firsts[tokens]):
+                if tuple(tokens[at : at + length].tolist()) in known:
+                    found.add(i)
+                    break
+        return found
+
+    def windows(self, conversations: Ints, width: int) -> Ints:
+        """int64 [n, 2]: stretches of the conversations in which the target speaks."""
+        found = []
+        for i in conversations:
+            begin, end = int(self.offsets[i]), int(self.offsets[i + 1])
+            spoken = np.flatnonzero(self.source[begin:end])
+            if len(spoken) < 3:
+                continue
+            first = begin + max(int(spoken[0]) - 1, 0)
+            found += [(at, min(at + width, end)) for at in range(first, end - 2, width)]
+        return np.array(found, np.int64).reshape(-1, 2)
+
+    def rows(self, windows: Ints, depth: int) -> Rows:
+        """The windows, each followed by what `depth` drafts from its last position reach."""
+        hidden, tokens, source, ends, starts = [], [], [], [], []
+        at = 0
+        for begin, end in windows:
+            conversation = int(np.searchsorted(self.offsets, begin, side="right")) - 1
+            last = min(int(end) + depth + 1, int(self.offsets[conversation + 1]))
+            size = last - int(begin)
+            hidden.append(self.hidden(int(begin), last))
+            tokens.append(self.tokens[begin:last])
+            source.append(self.source[begin:last])
+            ends.append(np.full(size, at + size))
+            speaks = np.flatnonzero(source[-1][1 : int(end - begin) + 1])
+            starts.append(at + speaks)
+            at += size
+        return Rows(
+            torch.cat(hidden),
+            torch.from_numpy(np.concatenate(tokens).astype(np.int64)),
+            torch.from_numpy(np.concatenate(source)),
+            torch.from_numpy(np.concatenate(ends)),
+            torch.from_numpy(np.concatenate(starts)),
+        )
+
+    def greedy_runs(self, conversations: Ints, shortest: int = 8) -> Ints:
+        """int64 [n, 2]: from the position before a greedy answer to the answer's end."""
+        found = []
+        for i in conversations:
+            begin, end = int(self.offsets[i]), int(self.offsets[i + 1])
+            greedy = self.source[begin:end] == GREEDY
+            edges = np.flatnonzero(np.diff(np.concatenate([[0], greedy.astype(np.int8), [0]])))
+            for first, last in edges.reshape(-1, 2):
+                if last - first >= shortest and first > 0:
+                    found.append((begin + first - 1, begin + last))
+        return np.array(found, np.int64).reshape(-1, 2)
+
+
+class Batches:
+    """Endless batches of windows; `epoch` and `place` say where it is, and can be set to resume."""
+
+    def __init__(self, windows: Ints, size: int, seed: int) -> None:
+        self._windows, self._size, self._seed = windows, size, seed
+        self.epoch, self.place = 0, 0
+
+    @property
+    def per_epoch(self) -> int:
+        """Batches an epoch; the last windows of each shuffle are left out."""
+        return max(len(self._windows) // self._size, 1)
+
+    def __iter__(self) -> Iterator[Ints]:
+        while True:
+            order = np.random.default_rng((self._seed, self.epoch)).permutation(len(self._windows))
+            while self.place < self.per_epoch:
+                chosen = order[self.place * self._size : (self.place + 1) * self._size]
+                self.place += 1
+                yield self._windows[np.sort(chosen)]
+            self.epoch, self.place = self.epoch + 1, 0

@@ -1,0 +1,109 @@
+"""Text, hidden states, heads: the stages of `vllm-specx train`, each resumable on its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from vllm_specx.setup import cpu
+from vllm_specx.train import hidden, shards
+from vllm_specx.train.dataset import Corpus
+from vllm_specx.train.errors import TrainError
+from vllm_specx.train.generate import GenerateSettings
+from vllm_specx.train.hidden import HiddenSettings
+from vllm_specx.train.prompts import from_files
+
+
+def make_text(settings: GenerateSettings, out: Path, workers: int) -> Path:
+    """Stage 1: out/text. On a CPU, `workers` one-thread engines share the work."""
+    environment: dict[str, str] = {}
+    if cpu.is_cpu_vllm():
+        environment, _ = cpu.environment(dict(os.environ), extra_flags=())
+        if workers > 1:
+            environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    folder = out / "text"
+    _run("generate", settings, [str(folder)], workers, environment)
+    return folder
+
+
+def make_hidden(settings: HiddenSettings, text: Path, out: Path, workers: int) -> Path:
+    """Stage 2: out/hidden."""
+    environment = {"OMP_NUM_THREADS": "1"} if workers > 1 else {}
+    folder = out / "hidden"
+    _run("hidden", settings, [str(text), str(folder)], workers, environment)
+    missing = set(shards.indices(text, "text")) - set(shards.indices(folder, hidden.LAST))
+    if missing:
+        raise TrainError(f"hidden states of {len(missing)} shards are missing in {folder}.")
+    return folder
+
+
+def _run(
+    stage: str,
+    settings: BaseModel,
+    arguments: Sequence[str],
+    workers: int,
+    environment: Mapping[str, str],
+) -> None:
+    """Run a stage's module in `workers` processes, each with its part of the shards."""
+    out = Path(arguments[-1])
+    path = out.parent / f"{stage}.json"
+    with shards.atomic(path) as file:
+        file.write(settings.model_dump_json(indent=2).encode() + b"\n")
+    module = f"vllm_specx.train.{stage}"
+    if workers > 1:
+        shards.remove_leftovers(out)
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(path), *arguments, f"{part}/{workers}"],
+            env={**os.environ, **environment},
+            stderr=None if workers == 1 or part == 0 else subprocess.PIPE,
+            text=True,
+        )
+        for part in range(workers)
+    ]
+    try:
+        # communicate() also reads the quiet workers' messages, which would else fill their pipes.
+        said = [child.communicate()[1] for child in children]
+    except BaseException:
+        for child in children:
+            child.terminate()
+        raise
+    for child, errors in zip(children, said, strict=True):
+        if child.returncode:
+            last = (errors or "").strip().splitlines()[-1:]
+            reason = (
+                f": {last[0].removeprefix('vllm-specx: ')}" if last else "; see its message above"
+            )
+            raise TrainError(f"the stage '{stage}' ended with status {child.returncode}{reason}")
+
+
+def excluded(corpus: Corpus, files: Sequence[Path], target: str) -> set[int]:
+    """Conversations that share a passage with the prompts in `files` (test sets)."""
+    if not files:
+        return set()
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    texts = []
+    for prompt in from_files(files):
+        texts += [text for _, text in prompt.messages] + (
+            [prompt.follow_up] if prompt.follow_up else []
+        )
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return corpus.containing(ids)
+
+
+def summary(out: Path) -> str:
+    """The last line for the user: where the heads are and how good they are."""
+    config = json.loads((out / "heads" / "config.json").read_text())
+    training = config["specx"]["training"]
+    return (
+        f"{out / 'heads'}: acceptance length {training['validation_acceptance_length']} on held-out "
+        f"answers, {training['tokens']} tokens, {training['epochs']} epochs, {training['seconds']} s"
+    )
