@@ -3,7 +3,7 @@
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["NgramProposer", "__version__"]
+__all__ = ["MedusaProposer", "NgramProposer", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -12,4 +12,8 @@ def __getattr__(name: str) -> Any:
         from vllm_specx.engine.proposers import NgramProposer
 
         return NgramProposer
+    if name == "MedusaProposer":
+        from vllm_specx.engine.heads import MedusaProposer
+
+        return MedusaProposer
     raise AttributeError(f"module 'vllm_specx' has no attribute {name!r}")

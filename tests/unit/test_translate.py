@@ -50,12 +50,24 @@ def test_the_long_form_and_stock_methods() -> None:
     assert additional == {"specx": {"proposer": "stock"}}
 
 
+@pytest.mark.parametrize("method", ["medusa", "specx:medusa"])
+def test_medusa_is_ours_where_vllm_has_none(method: str) -> None:
+    speculative, additional = call({"method": method, "model": "some/heads"})
+    assert speculative == {
+        "method": "custom_class",
+        "model": "vllm_specx.MedusaProposer",
+        "num_speculative_tokens": 4,
+    }
+    assert additional == {"specx": {"proposer": "medusa", "heads": "some/heads"}}
+
+
 @pytest.mark.parametrize(
     ("speculative", "additional", "words"),
     [
         ({"method": "specx:ngrm"}, None, "did you mean 'specx:ngram'"),
-        ({"method": "specx:medusa"}, None, "'specx:medusa' is not in this version"),
-        ({"method": "medusa", "model": "x"}, None, "'specx:medusa' is not in this version"),
+        ({"method": "specx:eagle"}, None, "'specx:eagle' is not in this version"),
+        ({"method": "specx:medusa"}, None, "'heads' in specx is missing"),
+        ({"method": "specx:medusa", "heads": "x", "nodes": 0}, None, "'nodes' in specx is 0"),
         ({"method": "specx:stock"}, None, "cannot be chosen"),
         ({"method": "specx:ngram", "prompt_lookup_max": 3}, None, "key of vLLM's other methods"),
         ({"method": "specx:ngram", "pol": 3}, None, "did you mean 'pool'"),

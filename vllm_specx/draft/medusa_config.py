@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from vllm_specx.config_base import ProposerConfig
 
 
-class MedusaConfig(BaseModel):
+class MedusaConfig(ProposerConfig):
     """Draft heads on the target's last hidden state."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     proposer: Literal["medusa"] = "medusa"
     heads: Annotated[str, Field(min_length=1)]

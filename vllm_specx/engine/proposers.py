@@ -39,8 +39,8 @@ class EngineProposer(ABC):
         self.proposer = self.build()
 
     @abstractmethod
-    def build(self) -> Proposer:
-        """The proposer; called once."""
+    def build(self) -> Proposer | None:
+        """The proposer; called once. None: `load_model` makes it, when the target is there."""
 
     def load_model(self, target_model: Any) -> None:  # noqa: B027
         """Called by the runner after the target is loaded."""

@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_specx import config
 from vllm_specx.control.cost import CostPrior
 from vllm_specx.engine.pools import stamp_salt
-from vllm_specx.engine.steering import Steering, weight_bytes
+from vllm_specx.engine.steering import VARYING, Steering, weight_bytes
 from vllm_specx.engine.translate import SELECTED
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -38,17 +38,19 @@ class _Steered:
             return
         settings = config.parse(raw)
         on_gpu = vllm.device_config.device_type != "cpu"
+        method = vllm.speculative_config.method
+        drafts_by_forward = settings.proposer == "stock" and method not in VARYING
         self._steering = Steering(
             settings.controller,
-            method=vllm.speculative_config.method,
-            self_paced=settings.proposer == "ngram",
+            method=method,
+            self_paced=settings.proposer != "stock",
             max_k=vllm.num_speculative_tokens,
             max_requests=vllm.scheduler_config.max_num_seqs,
             asynchronous=bool(vllm.scheduler_config.async_scheduling),
             prior=CostPrior.from_model(
                 weight_bytes(vllm.model_config.model),
                 on_gpu,
-                draft_share=0.0 if settings.proposer == "ngram" else 0.1,
+                draft_share=0.1 if drafts_by_forward else 0.0,
             ),
         )
         # With a table of its own vLLM does not pad a request's first step with drafts that are

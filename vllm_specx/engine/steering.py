@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,10 @@ class Steering:
         extra = None if params is None else params.extra_args
         temperature = None if params is None else params.temperature
         rule = rule_for(extra, temperature, self.max_k)
+        if params is not None and params.seed is not None and temperature and rule.fixed_k is None:
+            # vLLM's rejection sampler uses up a request's random numbers by its drafts: a seed gives
+            # the same text again only where K does not follow the clock.
+            rule = replace(rule, fixed_k=self.max_k)
         self.controller.add(request.request_id, rule)
         self._limits[request.request_id] = self._limit(rule)
 

@@ -59,6 +59,8 @@ def propose_draft_token_ids(
         )
     runner._draft_probs = None
     runner._draft_prob_req_ids = None
+    proposer = drafter.proposer
+    assert proposer is not None, "load_model was not called"
 
     def step() -> list[list[int]]:
         context = build_context(
@@ -69,7 +71,7 @@ def propose_draft_token_ids(
             sample_hidden_states,
             spec_decode_metadata,
         )
-        return to_lists(drafter.proposer.propose(context), context)
+        return to_lists(proposer.propose(context), context)
 
     nothing: list[list[int]] = [[] for _ in sampled_token_ids]
     return drafter.guard.run(step, nothing)
@@ -122,7 +124,7 @@ def build_context(
         costs=None if plan is None else plan.costs,
         hidden_states=(
             _last_accepted_rows(sampled_token_ids, sample_hidden_states, spec_decode_metadata)
-            if drafter.proposer.needs_hidden_states
+            if drafter.proposer is not None and drafter.proposer.needs_hidden_states
             else None
         ),
     )

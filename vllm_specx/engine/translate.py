@@ -17,7 +17,9 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 PREFIX = "specx:"
 SELECTED = "specx"
-CLASSES = {"ngram": "vllm_specx.NgramProposer"}
+CLASSES = {"ngram": "vllm_specx.NgramProposer", "medusa": "vllm_specx.MedusaProposer"}
+MODEL_KEY = {"medusa": "heads"}
+"""What `model`, which vLLM's methods have for a draft, is called in ours."""
 PASSED_ON = frozenset({"num_speculative_tokens"})
 MAX_SPECULATIVE_TOKENS = 128
 """vllm/v1/sample/rejection_sampler.py: MAX_SPEC_LEN."""
@@ -78,6 +80,7 @@ def _short_form(
     passed: dict[str, Any] = {}
     for written, value in speculative.items():
         key = written.replace("-", "_")
+        key = MODEL_KEY.get(name, key) if key == "model" else key
         if key in ("method", "proposer"):
             continue
         if key in model.model_fields:

@@ -1,0 +1,112 @@
+"""Draft heads in the worker: found, read, and given what they need of the target."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_specx import config
+from vllm_specx.draft.checkpoints import CheckpointError, TargetShape, load_heads
+from vllm_specx.draft.medusa import MedusaDrafter
+from vllm_specx.draft.proposer import Proposer
+from vllm_specx.engine.proposers import EngineProposer
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+
+class MedusaProposer(EngineProposer):
+    """`specx:medusa`: Medusa's parallel heads or sequential ones (draft/medusa.py).
+
+    With tensor parallelism every rank holds all heads and the draft vocabulary's rows of the lm_head,
+    gathered once at the start, so drafting communicates nothing.
+    """
+
+    name = "medusa"
+    remembers = True
+
+    def build(self) -> Proposer | None:
+        return None
+
+    def load_model(self, target_model: Any) -> None:
+        settings = self.specx_config()
+        assert isinstance(settings, config.MedusaConfig)
+        head = target_weight(target_model, "lm_head")
+        embeddings = target_weight(target_model, "embed_tokens")
+        head = embeddings if head is None else head
+        if head is None:
+            raise CheckpointError(
+                f"{type(target_model).__name__} has neither lm_head nor embed_tokens where draft heads "
+                "look for them; serve this target with specx:ngram."
+            )
+        text = self.vllm_config.model_config.hf_text_config
+        shape = TargetShape(text.hidden_size, self.vocab_size, head.dtype)
+        heads = load_heads(local_folder(settings.heads), shape)
+        self.proposer = MedusaDrafter(
+            settings, heads, lm_head=head[: self.vocab_size], embeddings=embeddings
+        )
+        logger.info(
+            "vllm_specx: %d %s heads from %s%s.",
+            heads.depth,
+            "sequential" if heads.conditioning == "hydra" else "parallel",
+            settings.heads,
+            f", {len(heads.vocab)} draft tokens" if heads.vocab else "",
+        )
+
+
+def target_weight(target_model: Any, name: str) -> torch.Tensor | None:
+    """[padded vocabulary, hidden]: all rows of the target's `lm_head` or `embed_tokens`, from all
+    tensor-parallel ranks; None if it has none, or one that is no plain matrix (quantized)."""
+    for owner in (target_model, *_inner(target_model)):
+        layer = getattr(owner, name, None)
+        weight = getattr(layer, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.is_floating_point():
+            return _gathered(weight.detach())
+    return None
+
+
+def _inner(model: Any) -> list[Any]:
+    language = getattr(model, "get_language_model", None)
+    found = [getattr(model, "model", None), language() if callable(language) else None]
+    return [
+        inner
+        for owner in found
+        if owner is not None
+        for inner in (owner, getattr(owner, "model", None))
+        if inner is not None
+    ]
+
+
+def _gathered(weight: torch.Tensor) -> torch.Tensor:
+    from vllm.distributed import (
+        get_tensor_model_parallel_world_size,
+        tensor_model_parallel_all_gather,
+    )
+
+    if get_tensor_model_parallel_world_size() == 1:
+        return weight
+    gathered: torch.Tensor = tensor_model_parallel_all_gather(weight, dim=0)
+    return gathered
+
+
+def local_folder(checkpoint: str) -> Path:
+    """The checkpoint as a path; a hub name is downloaded (weights and configuration only)."""
+    path = Path(checkpoint).expanduser()
+    if path.exists() or checkpoint.count("/") != 1:
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(
+            snapshot_download(
+                checkpoint, allow_patterns=["*.json", "*.safetensors", "*.pt", "*.bin"]
+            )
+        )
+    except Exception as error:
+        reason = str(error).split("\n")[0][:160]
+        raise CheckpointError(
+            f"heads '{checkpoint}' is no local path and cannot be downloaded ({reason}); "
+            "give the path of a folder."
+        ) from None
