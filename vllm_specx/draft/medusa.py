@@ -23,8 +23,22 @@ FloatArray = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
+class _Made:
+    """What the heads said for one request.
+
+    draft: what is proposed. guessed: what the next tokens will be compared with, which may be
+        longer: heads that are not believed are still watched. depths, probabilities: of guessed.
+    """
+
+    draft: DraftTree
+    guessed: DraftTree
+    depths: IntArray
+    probabilities: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
 class _Pending:
-    """A draft whose outcome is not known yet. at: committed tokens when it was made."""
+    """A guess whose outcome is not known yet. at: committed tokens when it was made."""
 
     tree: DraftTree
     depths: IntArray
@@ -144,12 +158,11 @@ class MedusaDrafter:
             made = self._parallel_trees(hidden, budgets)
         else:
             made = self._sequential_trees(hidden, last, budgets)
-        for i, (tree, depths, probabilities) in zip(active, made, strict=True):
-            drafts[i] = tree
-            if len(tree.tokens):
-                self._pending[context.request_ids[i]] = _Pending(
-                    tree, depths, probabilities, int(context.num_tokens[i])
-                )
+        for i, each in zip(active, made, strict=True):
+            drafts[i] = each.draft
+            self._pending[context.request_ids[i]] = _Pending(
+                each.guessed, each.depths, each.probabilities, int(context.num_tokens[i])
+            )
         return drafts
 
     def logits(self, hidden: torch.Tensor, heads: int | None = None) -> torch.Tensor:
@@ -167,9 +180,7 @@ class MedusaDrafter:
     def _targets(self, draft_ids: torch.Tensor) -> torch.Tensor:
         return draft_ids if self._token_map is None else self._token_map[draft_ids]
 
-    def _chains(
-        self, hidden: torch.Tensor, last: IntArray, budgets: IntArray
-    ) -> list[tuple[DraftTree, IntArray, npt.NDArray[np.float32]]]:
+    def _chains(self, hidden: torch.Tensor, last: IntArray, budgets: IntArray) -> list[_Made]:
         depth = min(self.depth, int(budgets.max()))
         if self._parallel is not None:
             logits = self.logits(hidden, depth)
@@ -180,9 +191,14 @@ class MedusaDrafter:
             tokens, probabilities = self._sequential_chain(hidden, last, depth)
         acceptance = self._calibration.estimate(probabilities)
         lengths = np.minimum(self._lengths(acceptance), budgets)
-        depths = np.arange(depth, dtype=np.int32)
+        depths = np.arange(tokens.shape[1], dtype=np.int32)
         return [
-            (DraftTree.chain(tokens[i, :n]), depths[:n], probabilities[i, :n])
+            _Made(
+                DraftTree.chain(tokens[i, :n]),
+                DraftTree.chain(tokens[i]),
+                depths,
+                probabilities[i],
+            )
             for i, n in enumerate(lengths)
         ]
 
@@ -221,9 +237,7 @@ class MedusaDrafter:
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._embeddings[tokens.to(self._embeddings.device)].to(self._device, self._dtype)
 
-    def _parallel_trees(
-        self, hidden: torch.Tensor, budgets: IntArray
-    ) -> list[tuple[DraftTree, IntArray, npt.NDArray[np.float32]]]:
+    def _parallel_trees(self, hidden: torch.Tensor, budgets: IntArray) -> list[_Made]:
         logits = self.logits(hidden)
         width = min(self._width(), logits.shape[-1])
         values, best = torch.softmax(logits, -1).topk(width, -1)
@@ -239,7 +253,7 @@ class MedusaDrafter:
                 nodes = min(int(budget), self._config.nodes)
                 depths, ranks, parents = parallel_tree(acceptance[i], nodes, self._floor())
             tree = DraftTree(tokens[i, depths, ranks], parents)
-            made.append((tree, depths, probabilities[i, depths, ranks]))
+            made.append(_Made(tree, tree, depths, probabilities[i, depths, ranks]))
         return made
 
     def _width(self) -> int:
@@ -250,7 +264,7 @@ class MedusaDrafter:
 
     def _sequential_trees(
         self, hidden: torch.Tensor, last: IntArray, budgets: IntArray
-    ) -> list[tuple[DraftTree, IntArray, npt.NDArray[np.float32]]]:
+    ) -> list[_Made]:
         """Level by level: the top_k best nodes of a level get top_k children each (as EAGLE-2,
         arXiv 2406.16858); the best nodes of all levels are the tree."""
         assert self._sequential is not None
@@ -286,9 +300,7 @@ class MedusaDrafter:
             for i, budget in enumerate(budgets)
         ]
 
-    def _select(
-        self, packed: npt.NDArray[np.float32], depths: IntArray, nodes: int
-    ) -> tuple[DraftTree, IntArray, npt.NDArray[np.float32]]:
+    def _select(self, packed: npt.NDArray[np.float32], depths: IntArray, nodes: int) -> _Made:
         tokens, probabilities, estimate, parents = packed
         # Ties fall to the shallower node, so parents are chosen with their children.
         order = np.lexsort((np.arange(len(estimate)), -estimate))
@@ -305,7 +317,7 @@ class MedusaDrafter:
             tokens[kept].astype(np.int32),
             np.array([place[int(parents[node])] for node in kept], np.int32),
         )
-        return tree, depths[kept], probabilities[kept]
+        return _Made(tree, tree, depths[kept], probabilities[kept])
 
     def _learn(self, context: DraftContext) -> None:
         """Compare what was drafted with what was committed."""
