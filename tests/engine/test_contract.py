@@ -2,53 +2,17 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
+from tests.support.vllm_0_33 import sources
 from vllm_specx.config import ConfigError
 from vllm_specx.engine import contract
-from vllm_specx.models.embedded import cache_root, checkpoint
-
-WHEEL = "vllm==0.33.0"
-
-
-def sources() -> Path:
-    """0.33's Python files, taken from its wheel once; skips where it cannot be had."""
-    folder = cache_root() / "wheels" / "vllm-0.33.0"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.exists():
-            pip = [
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "-q",
-                "--no-deps",
-                "--only-binary=:all:",
-            ]
-            pip += ["--platform", "manylinux_2_28_x86_64", "--python-version", "3.12"]
-            done = subprocess.run(
-                [*pip, "-d", str(folder.parent), WHEEL], capture_output=True, text=True
-            )
-            wheels = list(folder.parent.glob("vllm-0.33.0-*.whl"))
-            if done.returncode or not wheels:
-                pytest.skip(f"the wheel {WHEEL} cannot be had here: {done.stderr[-200:]}")
-            temporary = folder.with_suffix(".new")
-            with zipfile.ZipFile(wheels[0]) as wheel:
-                for name in wheel.namelist():
-                    if name.endswith((".py", ".json", "METADATA")):
-                        wheel.extract(name, temporary)
-            temporary.rename(folder)
-            wheels[0].unlink()
-    return folder
+from vllm_specx.models.embedded import checkpoint
 
 
 def run(*paths: Path) -> subprocess.CompletedProcess[str]:

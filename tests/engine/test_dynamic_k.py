@@ -90,7 +90,9 @@ def test_a_stock_draft_model_that_does_not_pay_is_used_less(
 
 
 @pytest.mark.parametrize(("k", "most"), [(0, 0), (2, 2)])
-def test_a_request_can_fix_its_k(ngram: Engine, expected: list[list[int]], k: int, most: int) -> None:
+def test_a_request_can_fix_its_k(
+    ngram: Engine, expected: list[list[int]], k: int, most: int
+) -> None:
     """`specx_k` in extra_args: 0 is no speculation, another number the most that is drafted."""
     before = ngram.counters()
     answers = ngram.chat(texts.COPYING, batch=6, extra_args={"specx_k": k}, **LONG)

@@ -12,8 +12,11 @@ SPREAD = 4.0
 """Standard deviation of the logits: a handful of tokens has most of the probability."""
 
 
-def tiny_llama(folder: Path) -> str:
-    """Make the checkpoint; its next-token distribution depends on the context, above all its end."""
+def tiny_llama(folder: Path, silent: bool = False) -> str:
+    """Make the checkpoint; its next-token distribution depends on the context, above all its end.
+
+    silent: all logits are equal, so that at T=0 it says token 0 for ever.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -29,6 +32,6 @@ def tiny_llama(folder: Path) -> str:
     )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
-        model.lm_head.weight.normal_(std=SPREAD / config.hidden_size**0.5)
+        model.lm_head.weight.normal_(std=0.0 if silent else SPREAD / config.hidden_size**0.5)
     model.save_pretrained(folder)
     return str(folder)
