@@ -19,6 +19,7 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 MAX_POOLS = 64
+_SPREAD_ROWS = 4
 PRIOR_HAZARD = (0.4, 0.15, 0.49)
 """Of the chains, before anything is measured."""
 ACCEPT, OFFER, PROGRESS = 0, 1, 2
@@ -86,8 +87,8 @@ class _Level:
         """memory: steps with evidence; strength: prior failures behind a row's factor."""
         self.keep = 1.0 - 1.0 / memory
         self.keep_idle = 1.0 - 0.1 / memory
-        self.strength = strength
-        self.local = 4.0 * strength
+        self.strength = np.full(chains, strength)
+        self._spread = np.array([[strength], [1.0]]) * np.ones(chains)
         self.counts = np.zeros((rows, 2, chains, depth))  # trials, failures
         self.hazard = np.zeros((rows, chains, depth))
         self.surprise = np.zeros((rows, 2, chains))  # failures - expected, its variance
@@ -122,17 +123,39 @@ class _Level:
         self.counts[rows] = counts
         return counts
 
-    def estimate(self, rows: IntArray, counts: FloatArray, parent: FloatArray) -> FloatArray:
-        """Hazards [B, chains, depth] from counts and the parents' hazards (same shape)."""
+    def estimate(
+        self, rows: IntArray, counts: FloatArray, parent: FloatArray, spread: bool = False
+    ) -> FloatArray:
+        """Hazards [B, chains, depth] from counts and the parents' hazards (same shape).
+
+        spread: first learn from these rows how much rows differ (strength).
+        """
         trials, failures = counts[:, 0], counts[:, 1]
-        factor = (failures.sum(-1) + self.strength) / ((trials * parent).sum(-1) + self.strength)
+        failed, expected = failures.sum(-1), (trials * parent).sum(-1)
+        if spread and len(rows) >= _SPREAD_ROWS:
+            self._learn_spread(failed, expected)
+        strength = self.strength
+        factor = (failed + strength) / (expected + strength)
         hazard = factor[..., None] * parent
         np.minimum(hazard, 1.0, out=hazard)
-        hazard *= self.local
+        local = 4.0 * strength[:, None]
+        hazard *= local
         hazard += failures
-        hazard /= trials + self.local
+        hazard /= trials + local
         self.hazard[rows] = hazard
         return np.asarray(hazard)
+
+    def _learn_spread(self, failed: FloatArray, expected: FloatArray) -> None:
+        """Method of moments: the variance of failures is E (1 - h) + E^2 / strength.
+
+        Forgetting halves the first part, which is noise.
+        """
+        noise = 0.5 * expected.sum(0)
+        excess = ((failed - expected) ** 2).sum(0) - noise
+        square = (expected**2).sum(0)
+        self._spread *= 0.9
+        self._spread += np.stack([square, np.maximum(excess, 0.0)])
+        self.strength = np.clip(self._spread[0] / (self._spread[1] + 1e-9), 1.5, 25.0)
 
 
 class AcceptanceModel:
@@ -208,7 +231,8 @@ class AcceptanceModel:
             new = new.sum(0)
         self._learn_pools(slots, new)
         counts = self._requests.learn(slots, new)
-        hazard = self._requests.estimate(slots, counts, self._pools.hazard[self.pool_of[slots]])
+        parent = self._pools.hazard[self.pool_of[slots]]
+        hazard = self._requests.estimate(slots, counts, parent, spread=True)
         self._renew(slots, hazard)
 
     def _renew(self, slots: IntArray, hazard: FloatArray) -> None:

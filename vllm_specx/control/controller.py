@@ -31,7 +31,9 @@ IntArray = npt.NDArray[np.int64]
 NO_LIMIT = 1 << 30
 _BANK = 0.4  # saved probing time, in steps
 _PROBE_PAUSE = 4  # steps between probes without success
-_DEEPEN_PAUSE = 40
+_SHIFTS = np.array([1, -1, 2, -2, 4])
+_KNOWN = 6.0  # measurements after which the time of a step of some size is known
+_SHIFT_PAUSE = 60  # steps between shifts where all sizes near the present one are known
 _PAUSE = (
     8,
     4,
@@ -140,9 +142,10 @@ class Controller:
         self._typical = 0.0
         self._turns = config.changes_per_100_steps
         self._probe_at = 0
-        self._deepen_at = 0
-        self._probed = -1
-        self._probed_before = -1
+        self._shift_at = 0
+        self._shifts_next = True
+        self._probed: IntArray | None = None
+        self._probed_before: IntArray | None = None
         self._probe_k = 0
         self._hot = False
         self._uniform_k = -1
@@ -185,8 +188,7 @@ class Controller:
         if slot is not None:
             self._forget_batch()
             self._free.append(slot)
-            if slot == self._probed:
-                self._probed = -1
+            self._probed = self._probed_before = None
 
     def _forget_batch(self) -> None:
         self._learn()
@@ -429,57 +431,90 @@ class Controller:
     # Probing
 
     def _probe(self, plan: _Plan) -> Decision:
-        """The plan, or sometimes one request (the batch, where K is uniform) tries more than that."""
-        self._turns = min(
-            self._turns + self.config.changes_per_100_steps / 100, self.config.changes_per_100_steps
-        )
+        """The plan, or sometimes a trial of something else, paid from what was saved for it.
+
+        Either one request that drafts nothing drafts a little, which shows its acceptance, or all K
+        are shifted, which shows the time of steps of other sizes (and all acceptances).
+        """
+        most = self.config.changes_per_100_steps
+        self._turns = min(self._turns + most / 100, most)
         since = self.steps - self._probe_at
         burst = self._hot and since <= 2
-        self._probed_before, self._probed = self._probed, -1
+        if self._probed is not None:
+            self._probed_before, self._probed = self._probed, None
+        else:
+            self._probed_before = None
         if self.config.probe_share <= 0.0 or (not burst and since < _PROBE_PAUSE):
             return plan.answer
-        deepen = not plan.idle
-        if deepen and self.steps - self._deepen_at < _DEEPEN_PAUSE:
+        if not plan.free.any():
             return plan.answer
-        slots, k, cap, free = plan.slots, plan.k, plan.cap, plan.free
-        quiet = self.steps - self._seen_at[slots]
-        if not deepen:
-            which = int(np.where(free & (k == 0), quiet, -1).argmax())
-            if not burst and quiet[which] < _PROBE_PAUSE:
-                return plan.answer
-            target = min(2 * self._probe_k if burst else 2, int(cap[which]))
-        elif free.any():
-            self._deepen_at = self.steps
-            which = int(np.where(free, quiet - 0.01 * k, -NO_LIMIT).argmax())
-            target = min(int(k[which]) + 2, int(cap[which]))
-        else:
+        trial, who = self._lift(plan, burst) if burst or not self._shifts_next else (None, None)
+        if trial is None:
+            trial, who = self._shift(plan)
+        if trial is None and self._shifts_next:
+            trial, who = self._lift(plan, burst)
+        if trial is None or who is None:
+            self._probe_at = self.steps
             return plan.answer
-        if self.uniform_only:
-            target = 1 if not deepen and not burst else target
-            trial = np.where(free, np.minimum(target, cap), k)
-        else:
-            trial = k.copy()
-            trial[which] = target
-        if not self._affordable(k, trial, burst):
+        if not self._affordable(plan, trial, burst):
             return plan.answer
         self._probe_at = self.steps
-        self._probed, self._probe_k = int(slots[which]), target
+        self._shifts_next = not self._shifts_next
+        self._probed = who
         self.probes += 1
-        return self._answer(slots, trial, plan.ragged, True)
+        return self._answer(plan.slots, trial, plan.ragged, True)
 
-    def _affordable(self, k: IntArray, trial: IntArray, burst: bool) -> bool:
+    def _lift(self, plan: _Plan, burst: bool) -> tuple[IntArray | None, IntArray | None]:
+        """A trial where the idle request that was silent longest drafts; more after a success."""
+        slots, k = plan.slots, plan.k
+        if not plan.idle:
+            return None, None
+        quiet = np.where(plan.free & (k == 0), self.steps - self._seen_at[slots], -1)
+        which = int(quiet.argmax())
+        if not burst and quiet[which] < _PROBE_PAUSE:
+            return None, None
+        trial = k.copy()
+        self._probe_k = min(2 * self._probe_k, self.max_k) if burst else 2
+        if self.uniform_only:
+            trial[plan.free] = np.minimum(self._probe_k, plan.cap[plan.free])
+            return trial, slots
+        trial[which] = min(self._probe_k, int(plan.cap[which]))
+        return trial, slots[which : which + 1]
+
+    def _shift(self, plan: _Plan) -> tuple[IntArray | None, IntArray | None]:
+        """A trial of the size near the present one whose time is known least, if that is little."""
+        slots, k, size = plan.slots, plan.k, len(plan.k)
+        lowest = np.where(plan.free, min(self.k_min, int(k.max())), k)
+        trials = np.minimum(
+            np.maximum(k + _SHIFTS[:, None], lowest), np.where(plan.free, plan.cap, k)
+        )
+        trials = trials[(trials != k).any(1)]
+        if not len(trials):
+            return None, None
+        spent = self.acceptance.expected[slots, OFFER, trials] if self.varying else trials
+        totals = (size + spent.sum(1)).tolist()
+        visits = [self.cost.visits(size, total) for total in totals]
+        which = visits.index(min(visits))
+        if visits[which] >= _KNOWN:
+            if self.steps - self._shift_at < _SHIFT_PAUSE:
+                return None, None
+            self._shift_at = self.steps
+        trial = trials[which]
+        return trial, slots[trial > k]
+
+    def _affordable(self, plan: _Plan, trial: IntArray, burst: bool) -> bool:
         """Whether what was saved pays for a trial; if so, it is paid."""
-        size = len(k)
-        plain = self.cost.time(size, size + int(k.sum()), int(k.max()))
-        extra = self.cost.time(size, size + int(trial.sum()), int(trial.max())) - plain
-        extra = max(extra, 0.004 * plain)
-        self._wanted = extra
+        tokens, seconds = self._expect(plan.slots, np.stack([plan.k, trial]), plan.ragged)
+        plain = float(seconds[0])
+        lost = float(seconds[1]) - plain * float(tokens[1] / tokens[0])
+        lost = max(lost, 0.004 * plain)
+        self._wanted = lost
         limit = self._bank_limit()
-        reserve = 0.0 if burst else min(0.5 * _BANK * plain, max(limit - extra, 0.0))
-        if self._bank < extra + reserve:
+        reserve = 0.0 if burst else min(0.5 * _BANK * plain, max(limit - lost, 0.0))
+        if self._bank < lost + reserve:
             return False
-        self._bank -= extra
-        self._probe_seconds += extra
+        self._bank -= lost
+        self._probe_seconds += lost
         return True
 
     def _bank_limit(self) -> float:
@@ -580,6 +615,8 @@ class Controller:
         ragged = size > 1 and verified > 0 and bool((drafts != drafts[0]).any())
         self.cost.observe(size, size + verified, seconds, draft_steps, ragged)
         plain = self.cost.time(size, size)
+        if not self._typical:
+            self._bank = _BANK * plain
         self._typical += (0.1 if self._typical else 1.0) * (plain - self._typical)
         counted = min(seconds, 3.0 * self.cost.time(size, size + verified, draft_steps))
         self._all_seconds += counted
@@ -608,13 +645,18 @@ class Controller:
             self._learn()
         self._pending_slots = slots
         self._pending.append(_Step(drafts, hits, stay, drew, room, ahead))
-        probed = self._probed if self._probed >= 0 else self._probed_before
-        if probed >= 0:
-            mine = (slots == probed) & (drafts > 0)
-            if mine.any():
-                self._hot = bool((hits >= drafts)[mine].all())
+        probed = self._probed if self._probed is not None else self._probed_before
+        if probed is not None:
+            mine = np.isin(slots, probed)
+            drawn = int(drafts[mine].sum())
+            if drawn:
+                self._hot = 10 * int(hits[mine].sum()) > 6 * drawn
         pause = _PAUSE[len(slots) >= _MANY]
-        if len(self._pending) >= pause or self.steps <= _YOUNG or (probed >= 0 and self._hot):
+        if (
+            len(self._pending) >= pause
+            or self.steps <= _YOUNG
+            or (probed is not None and self._hot)
+        ):
             self._learn()
 
     def _learn(self) -> None:

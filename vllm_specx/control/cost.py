@@ -132,6 +132,11 @@ class CostModel:
         totals = np.asarray(totals, np.float64)
         return self.times(requests, totals + 1) - self.times(requests, totals)
 
+    def visits(self, requests: int, total: float) -> float:
+        """How often a step of about this size was measured."""
+        row = bisect_left(self._request_edges, requests)
+        return float(self._count[row, bisect_left(self._token_edges, total)])
+
     @property
     def draft_step(self) -> float:
         """Seconds of one draft step."""
@@ -186,6 +191,9 @@ class CostModel:
         at_knot = self._plain(self._request_list[row], self._token_list[column])
         ratio = at_knot / self._plain(requests, total)
         own = seconds / (self.ragged if ragged else 1.0) - drafting
+        if self.observations > _RING and count < 3:
+            limit = max(limit, 0.1)
+            own *= math.exp(max(-limit, min(limit, innovation)) - innovation)
         self._learn_cell(row, column, ring, math.log(max(own, 1e-9) * ratio) - self._level)
         self._since_fit += 1
         if self.observations <= _RING or self._since_fit >= self._pause(count):
