@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support import heads as synthetic
+from tests.support import synthetic_heads as synthetic
 from vllm_specx.draft.checkpoints import CheckpointError, TargetShape, load_heads
 
 TARGET = TargetShape(synthetic.HIDDEN, synthetic.VOCAB)

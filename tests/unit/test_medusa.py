@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import heads as synthetic
+from tests.support import synthetic_heads as synthetic
 from vllm_specx.draft.best_first import chain_length, fixed_tree, parallel_tree
 from vllm_specx.draft.checkpoints import CheckpointError, HeadWeights, TargetShape, load_heads
 from vllm_specx.draft.depth_calibration import DepthCalibration
