@@ -240,7 +240,7 @@ def test_drafts_shorten_when_they_are_wrong_and_grow_when_right(tmp_path: Path) 
             MedusaConfig(heads="x", token_cost=0.1), heads, lm_head=LM_HEAD, embeddings=EMBEDDINGS
         )
         found, at, sampled = [], 10, [3]
-        for _ in range(400):
+        for _ in range(1000):
             hidden = torch.randn(1, synthetic.HIDDEN, generator=generator)
             step = context(
                 hidden, budgets=[3], sampled=[sampled], num_tokens=np.array([at], np.int32),
@@ -248,14 +248,15 @@ def test_drafts_shorten_when_they_are_wrong_and_grow_when_right(tmp_path: Path) 
             )  # fmt: skip
             (draft,) = drafter.propose(step)
             found.append(len(draft.tokens))
-            sampled = [*draft.tokens.tolist(), 1] if rightly else [-1]
+            guessed = drafter._pending["r0"].tree.tokens.tolist()
+            sampled = [*guessed, 1][: found[-1] + 1] if rightly else [-1]
             at += len(sampled)
         return found
 
     assert np.mean(lengths(True)[-100:]) > 2.8
     wrong = lengths(False)
     assert np.mean(wrong[:10]) > 1.0
-    assert np.mean(wrong[-100:]) < 0.5
+    assert np.mean(wrong[-100:]) < 0.8
 
 
 def test_heads_that_were_given_up_come_back(tmp_path: Path) -> None:

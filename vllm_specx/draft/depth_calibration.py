@@ -16,7 +16,7 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 
 BINS = 16
-_PRIOR = 20.0
+_PRIOR = 10.0
 """Outcomes that the start is worth, in each cell."""
 _MEMORY = 2000.0
 """Outcomes that a cell remembers."""

@@ -31,7 +31,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
             logits = (states[part] @ lm_head.T).float()
             best[part] = logits.argmax(-1)
             total = torch.logsumexp(logits, -1, keepdim=True)
-            wanted = teacher[part].float().mul_(1.0 - alpha)
+            wanted = teacher[part].float() * (1.0 - alpha)
             wanted.scatter_add_(-1, hard[part, None], torch.full_like(total, alpha))
             each = total[:, 0] - (wanted * logits).sum(-1)
             loss += (each * weights[part]).sum()

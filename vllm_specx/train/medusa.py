@@ -256,7 +256,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         for depth in range(settings.depth):
             # A draft of a token that the vocabulary lacks is lost, with all that follow.
-            inside = at + 2 + depth < end
+            inside = at + 2 + depth < end[at]
             drafted = tokens[(at + 2 + depth).clamp(max=len(tokens) - 1)]
             keep = inside & (self.draft_ids[drafted] >= 0)
             at, state = at[keep], state[keep]
