@@ -84,7 +84,10 @@ def medusa(
     trainer = Trainer(settings, corpus, weights, out, left_out)
     with Progress("heads", "steps") as progress:
         trainer.train(progress.update)
-    plot_history(trainer.history, out / "curves.png")
+    try:
+        plot_history(trainer.history, out / "curves.png")
+    except ConfigError as error:
+        print(f"vllm-specx: no curves: {error}", file=sys.stderr)
     print(f"vllm-specx: {pipeline.summary(out)}", file=sys.stderr)
 
 

@@ -1,0 +1,71 @@
+"""Training text from a real engine, killed in the middle and continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.training import tiny_target
+from vllm_specx.setup import cpu
+from vllm_specx.train import shards
+from vllm_specx.train.generate import GIVEN, GREEDY, SAMPLED, GenerateSettings
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+
+def _group(child: subprocess.Popen[bytes], number: int) -> None:
+    os.killpg(child.pid, number)
+
+
+def test_killed_generation_goes_on(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path / "target")
+    settings = GenerateSettings(
+        target=str(target), tokens=6000, max_answer=48, max_length=512, conversations=24, batch=16,
+        own_share=0.2, follow_up_share=0.5,
+    )  # fmt: skip
+    file, folder = tmp_path / "settings.json", tmp_path / "text"
+    file.write_text(settings.model_dump_json())
+    environment, _ = cpu.environment(dict(os.environ), extra_flags=())
+    command = [sys.executable, "-m", "vllm_specx.train.generate", str(file), str(folder)]
+    child = subprocess.Popen(
+        command, env={**os.environ, **environment}, stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 400
+        while len(shards.indices(folder, "text")) < 2:
+            assert child.poll() is None, child.stderr and child.stderr.read().decode()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        _group(child, signal.SIGKILL)
+    made = {
+        i: shards.shard_path(folder, "text", i).read_bytes() for i in shards.indices(folder, "text")
+    }
+    damaged = shards.shard_path(folder, "text", 0)
+    damaged.write_bytes(made[0][:-7])
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "text-00000" in done.stderr and "made anew" in done.stderr
+    total = 0
+    for i in shards.indices(folder, "text"):
+        shard = shards.read_shard(shards.shard_path(folder, "text", i))
+        if 0 < i < len(made):
+            assert shard.path.read_bytes() == made[i]
+        arrays = shard.arrays
+        assert arrays["offsets"][-1] == len(arrays["tokens"]) == len(arrays["source"])
+        assert set(np.unique(arrays["source"])) <= {GIVEN, GREEDY, SAMPLED}
+        assert int((arrays["source"] > 0).sum()) == int(shard.meta["generated"])
+        assert set(json.loads(shard.meta["tasks"])) > {"code"}
+        total += int(shard.meta["generated"])
+    assert total >= 6000
+    assert not list(folder.glob(".*"))
