@@ -12,7 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 from tests.support import synthetic_heads as synthetic
-from vllm_specx.draft.checkpoints import CheckpointError, TargetShape, load_heads
+from vllm_specx.draft.checkpoints import (
+    CheckpointError,
+    TargetShape,
+    load_heads,
+    save_for_vllm,
+)
 
 TARGET = TargetShape(synthetic.HIDDEN, synthetic.VOCAB)
 SHARED = Path(os.environ.get("SPECX_SHARED", Path(__file__).parents[3] / "shared"))
@@ -153,6 +158,18 @@ def test_what_does_not_fit_is_one_sentence(tmp_path: Path, what: str, message: s
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         load_heads(tmp_path / "no", TARGET)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_is_written_for_vllm_is_the_same_heads(tmp_path: Path, own: bool) -> None:
+    names = synthetic.old_names(own=own)
+    heads = load_heads(synthetic.write(tmp_path / "a", names, None), TARGET)
+    lm_head = synthetic.lm_heads(seed=5, count=1)[0]
+    save_for_vllm(heads, lm_head, tmp_path / "b")
+    again = load_heads(tmp_path / "b", TARGET)
+    assert heads.blocks is not None and again.blocks is not None and again.lm_heads is not None
+    assert torch.equal(heads.blocks, again.blocks)
+    assert torch.equal(again.lm_heads, synthetic.lm_heads() if own else lm_head[None])
 
 
 def test_the_prototype_heads() -> None:

@@ -93,6 +93,47 @@ def load_heads(path: str | Path, target: TargetShape) -> HeadWeights:
         raise CheckpointError(f"{path}: {error}") from None
 
 
+def save_for_vllm(heads: HeadWeights, lm_head: torch.Tensor, folder: Path) -> None:
+    """Write parallel heads as vLLM 0.32's own method `medusa` loads them.
+
+    lm_head: [V, hidden], the target's. Stock vLLM refuses a token_map ("not initialized from
+    checkpoint") and does not share the target's lm_head, so the file holds all of its rows and the
+    draft vocabulary is the whole one. Raises CheckpointError for sequential heads.
+    """
+    from safetensors.torch import save_file
+
+    if heads.blocks is None:
+        raise CheckpointError("sequential heads have no form that vLLM's own medusa loads.")
+    count, layers, hidden, _ = heads.blocks.shape
+    tensors: Tensors = {"lm_head.weight": lm_head.to(heads.blocks.dtype).contiguous()}
+    for head in range(count):
+        for layer in range(layers):
+            name = f"blocks.{head}.layers.{layer}."
+            tensors[f"{name}weight"] = heads.blocks[head, layer].contiguous()
+            if heads.biases is not None:
+                tensors[f"{name}bias"] = heads.biases[head, layer].contiguous()
+    if heads.lm_heads is not None and heads.vocab is None:
+        del tensors["lm_head.weight"]
+        for head in range(count):
+            own = heads.lm_heads[min(head, len(heads.lm_heads) - 1)]
+            tensors[f"lm_heads.{head}.weight"] = own.clone()
+    config = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": hidden,
+        "vocab_size": lm_head.shape[0],
+        "num_heads": count,
+        "num_hidden_layers": layers,
+        "original_lm_head": "lm_head.weight" in tensors,
+        "medusa_fc_bias": heads.biases is not None,
+        "logit_scale": heads.logit_scale,
+        "dtype": str(heads.blocks.dtype).removeprefix("torch."),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 def read_tensors(file: Path) -> Tensors:
     """All tensors of a .safetensors, .pt or .bin file, without running code from it.
 
