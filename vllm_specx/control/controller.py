@@ -31,6 +31,7 @@ IntArray = npt.NDArray[np.int64]
 NO_LIMIT = 1 << 30
 _BANK = 0.4  # saved probing time, in steps
 _PROBE_PAUSE = 4  # steps between probes without success
+_BURST = 3  # most probes one after the other, after a success
 _SHIFTS = np.array([1, -1, 2, -2, 4])
 _KNOWN = 6.0  # measurements after which the time of a step of some size is known
 _SHIFT_PAUSE = 60  # steps between shifts where all sizes near the present one are known
@@ -144,6 +145,7 @@ class Controller:
         self._probe_at = 0
         self._shift_at = 0
         self._shifts_next = True
+        self._burst = 0
         self._probed: IntArray | None = None
         self._probed_before: IntArray | None = None
         self._probe_k = 0
@@ -439,7 +441,7 @@ class Controller:
         most = self.config.changes_per_100_steps
         self._turns = min(self._turns + most / 100, most)
         since = self.steps - self._probe_at
-        burst = self._hot and since <= 2
+        burst = self._hot and since <= 2 and self._burst < _BURST
         if self._probed is not None:
             self._probed_before, self._probed = self._probed, None
         else:
@@ -459,6 +461,7 @@ class Controller:
         if not self._affordable(plan, trial, burst):
             return plan.answer
         self._probe_at = self.steps
+        self._burst = self._burst + 1 if burst else 0
         self._shifts_next = not self._shifts_next
         self._probed = who
         self.probes += 1

@@ -223,7 +223,7 @@ class CostModel:
         robust = sorted(ring)[(len(ring) - 1) // 2]
         if count >= _RING:
             old = float(self._value[row, column])
-            robust = old + max(1.0 / count, 0.05) * (robust - old)
+            robust = old + max(1.0 / count, 0.01) * (robust - old)
         self._value[row, column] = robust
         self._count[row, column] = count + 1
 

@@ -1,0 +1,1 @@
+"""Planning: what speculation is worth before anything is bought or served."""
