@@ -75,7 +75,9 @@ class Engine(ABC):
     def wait_ready(self) -> None: ...
 
     @abstractmethod
-    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Batch: ...
+    def _generate(
+        self, prompts: Sequence[Prompt], sampling: Sequence[Sampling], levels: Sequence[int] | None
+    ) -> Batch: ...
 
     def start(self) -> float:
         """Wait until it can serve; the seconds that took. Raises BenchError if it cannot."""
@@ -83,9 +85,19 @@ class Engine(ABC):
         self.wait_ready()
         return time.monotonic() - began
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Batch:
-        """Run one batch with every other engine frozen, and freeze this one again."""
-        return self.thawed(lambda: self._generate(prompts, sampling))
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling],
+        levels: Sequence[int] | None = None,
+    ) -> Batch:
+        """Run one batch with every other engine frozen, and freeze this one again.
+
+        sampling: for all, or one for each prompt. levels: a request waits until fewer than this
+        many are running; None: all are sent at once.
+        """
+        each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
+        return self.thawed(lambda: self._generate(prompts, each, levels))
 
     def thawed(self, work: Callable[[], Batch]) -> Batch:
         """Do the work of one batch while this engine may run."""
@@ -143,17 +155,29 @@ class WorkerEngine(Engine):
     def wait_ready(self) -> None:
         self._ask({"op": "start", "args": {"model": self.model, **self.args}}, START_TIMEOUT_S)
 
-    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Batch:
+    def _generate(
+        self, prompts: Sequence[Prompt], sampling: Sequence[Sampling], levels: Sequence[int] | None
+    ) -> Batch:
         return self._batch(
-            [[dict(each) for each in prompt.messages] for prompt in prompts], sampling
+            [[dict(each) for each in prompt.messages] for prompt in prompts], sampling, levels
         )
 
     def generate_ids(self, prompts: Sequence[list[int]], sampling: Sampling) -> Batch:
         """`generate` for prompts of token ids."""
-        return self.thawed(lambda: self._batch(prompts, sampling))
+        return self.thawed(lambda: self._batch(prompts, [sampling] * len(prompts), None))
 
-    def _batch(self, prompts: Sequence[list[Any]], sampling: Sampling) -> Batch:
-        request = {"op": "generate", "prompts": list(prompts), "sampling": sampling.model_dump()}
+    def _batch(
+        self,
+        prompts: Sequence[list[Any]],
+        sampling: Sequence[Sampling],
+        levels: Sequence[int] | None,
+    ) -> Batch:
+        request = {
+            "op": "generate",
+            "prompts": list(prompts),
+            "sampling": [each.model_dump() for each in sampling],
+            "levels": levels,
+        }
         reply = self._ask(request, BATCH_TIMEOUT_S)
         return Batch(
             seconds=reply["seconds"],
@@ -223,12 +247,16 @@ class ServerEngine(Engine):
         tpot = (last - first) / later if later else None
         return Answer(token_ids, "".join(texts), first - began, tpot)
 
-    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> Batch:
+    def _generate(
+        self, prompts: Sequence[Prompt], sampling: Sequence[Sampling], levels: Sequence[int] | None
+    ) -> Batch:
+        if levels is not None:
+            raise BenchError("a profile of concurrency needs mode 'engine'; change the scenario.")
         try:
             before = self._counters()
             began = time.perf_counter()
             with ThreadPoolExecutor(len(prompts)) as pool:
-                answers = list(pool.map(lambda prompt: self._one(prompt, sampling), prompts))
+                answers = list(pool.map(self._one, prompts, sampling))
             seconds = time.perf_counter() - began
             return Batch(seconds, answers, self._counters() - before)
         except httpx.HTTPError:

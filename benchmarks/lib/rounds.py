@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -109,16 +110,20 @@ def run_cell(
     scenario: Scenario, engines: Sequence[Engine], round_index: int, group: Group, batch_size: int
 ) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """One (round, group, batch size): its record, and the texts for people to look at."""
+    levels, cell_size = group.levels, batch_size
+    if levels is not None:
+        batch_size = len(levels)
     prompts = make_prompts(
         prompt_file(group),
         seed=scenario.seed,
         cell=f"{group.name}/{batch_size}",
         round_index=round_index,
-        count=group.count,
+        count=group.count if levels is None else len(levels),
         multiple_of=batch_size,
         tasks=group.tasks,
     )
-    sampling = scenario.sampling_of(group)
+    if levels is not None:
+        random.Random(f"{scenario.seed}/{round_index}").shuffle(prompts)
     load_before = load()
     phases: dict[str, dict[str, list[dict[str, Any]]]] = {}
     texts: dict[str, Any] = {}
@@ -128,7 +133,9 @@ def run_cell(
             prompts,
             batch_size,
             round_index,
-            lambda engine, some: engine.generate(some, sampling),
+            lambda engine, some: engine.generate(
+                some, [scenario.sampling_of(group, prompt.task) for prompt in some], levels
+            ),
         )
         baseline = batches.get(scenario.baseline) if scenario.compare_tokens else None
         phases[phase] = {name: record(mine, baseline) for name, mine in batches.items()}
@@ -139,7 +146,7 @@ def run_cell(
     cell = {
         "round": round_index,
         "group": group.name,
-        "batch_size": batch_size,
+        "batch_size": cell_size,
         "prompts": len(prompts),
         "load": {"before": load_before, "after": load()},
         "phases": phases,

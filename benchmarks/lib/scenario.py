@@ -48,6 +48,16 @@ class Group(_Strict):
     """Keys of `sampling` that differ in this group."""
     seen_again: bool = True
     """Whether each round shows the same prompts a second time."""
+    task_sampling: dict[str, dict[str, Any]] = {}
+    """Keys of `sampling` that differ for the prompts of a task."""
+    profile: tuple[tuple[int, int], ...] = ()
+    """(requests at a time, requests) one after the other, in place of batches of one size."""
+
+    @property
+    def levels(self) -> list[int] | None:
+        """For each request of the profile, how many may run with it; None without a profile."""
+        found = [level for level, count in self.profile for _ in range(count)]
+        return found or None
 
 
 class Configuration(_Strict):
@@ -94,7 +104,8 @@ class Scenario(_Strict):
                 f"baseline '{self.baseline}' is no configuration; {nearest(self.baseline, known)}"
             )
         for group in self.groups:
-            unknown = set(group.sampling) - set(Sampling.model_fields)
+            keys = set(group.sampling).union(*group.task_sampling.values())
+            unknown = keys - set(Sampling.model_fields)
             if unknown:
                 key = min(unknown)
                 raise ValueError(
@@ -104,8 +115,10 @@ class Scenario(_Strict):
             self.sampling_of(group)
         return self
 
-    def sampling_of(self, group: Group) -> Sampling:
-        return Sampling.model_validate({**self.sampling.model_dump(), **group.sampling})
+    def sampling_of(self, group: Group, task: str = "") -> Sampling:
+        """Of a prompt of `task`."""
+        own = {**group.sampling, **group.task_sampling.get(task, {})}
+        return Sampling.model_validate({**self.sampling.model_dump(), **own})
 
     def select(self, only: Sequence[str], rounds: int | None) -> Scenario:
         """The same scenario with fewer configurations or another number of rounds."""

@@ -1,8 +1,10 @@
 """The process that holds one LLM: JSON lines in on stdin, out on what was stdout.
 
 Requests: {"op": "start", "args": EngineArgs} -> {"ready": true}
-          {"op": "generate", "prompts": [messages or token ids, ...], "sampling": {...}}
+          {"op": "generate", "prompts": [messages or token ids, ...], "sampling": [{...}, ...],
+           "levels": null or [int, ...]}
             -> {"seconds", "before", "after": Prometheus text, "answers": [...]}
+A request with a level waits until fewer than that many requests are running.
 It ends when stdin does.
 """
 
@@ -21,6 +23,7 @@ from prometheus_client import REGISTRY, generate_latest
 class Worker:
     def __init__(self) -> None:
         self.llm: Any = None
+        self.streams = 0
 
     def start(self, args: dict[str, Any]) -> dict[str, Any]:
         from vllm import LLM
@@ -28,14 +31,22 @@ class Worker:
         self.llm = LLM(**args, disable_log_stats=False)
         return {"ready": True}
 
-    def generate(self, prompts: list[list[Any]], sampling: dict[str, Any]) -> dict[str, Any]:
+    def generate(
+        self,
+        prompts: list[list[Any]],
+        sampling: list[dict[str, Any]],
+        levels: list[int] | None = None,
+    ) -> dict[str, Any]:
         from vllm import SamplingParams
 
         inputs = [{"prompt_token_ids": self._ids(prompt)} for prompt in prompts]
-        params = SamplingParams(**sampling)
+        params = [SamplingParams(**each) for each in sampling]
         before = _metrics()
         began = time.perf_counter()
-        outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        if levels is None:
+            outputs = self.llm.generate(inputs, params, use_tqdm=False)
+        else:
+            outputs = self._stream(inputs, params, levels)
         seconds = time.perf_counter() - began
         return {
             "seconds": seconds,
@@ -43,6 +54,21 @@ class Worker:
             "after": _metrics(),
             "answers": [_answer(output) for output in outputs],
         }
+
+    def _stream(self, inputs: list[Any], params: list[Any], levels: list[int]) -> list[Any]:
+        engine = self.llm.llm_engine
+        self.streams += 1
+        names = [f"stream-{self.streams}-{i}" for i in range(len(inputs))]
+        outputs: dict[str, Any] = {}
+        sent = 0
+        while len(outputs) < len(names):
+            while sent < len(names) and sent - len(outputs) < levels[sent]:
+                engine.add_request(names[sent], inputs[sent], params[sent])
+                sent += 1
+            for output in engine.step():
+                if output.finished:
+                    outputs[output.request_id] = output
+        return [outputs[name] for name in names]
 
     def _ids(self, prompt: list[Any]) -> list[int]:
         if isinstance(prompt[0], int):

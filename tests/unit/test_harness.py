@@ -371,6 +371,14 @@ class TestScenarios:
         other = load_scenario(self.good(tmp_path, ", sampling: {max_tokens: 9}"))
         assert other.fingerprint() != scenario.fingerprint()
 
+    def test_a_profile_says_how_many_run_and_a_task_how_it_is_sampled(self) -> None:
+        scenario = load_scenario(ROOT / "benchmarks/scenarios/mixed_stream.yaml")
+        (group,) = scenario.groups
+        assert group.levels is not None
+        assert (group.levels[0], max(group.levels), group.levels[-1]) == (1, 32, 1)
+        assert scenario.sampling_of(group, "creative").temperature == 1.0
+        assert scenario.sampling_of(group, "code").temperature == 0.0
+
     def test_dataset_takes_the_groups_place(self, tmp_path: Path) -> None:
         scenario = load_scenario(self.good(tmp_path), [f"mine={CHAT}"])
         assert [(g.name, g.prompts) for g in scenario.groups] == [("mine", "prompts/chat.jsonl")]

@@ -29,7 +29,7 @@ for line in sys.stdin:
             pass
         drafts = "# TYPE vllm:spec_decode_num_drafts_total counter\\n" \\
                  "vllm:spec_decode_num_drafts_total %d\\n"
-        answer = {"token_ids": [7] * request["sampling"]["max_tokens"],
+        answer = {"token_ids": [7] * request["sampling"][0]["max_tokens"],
                   "text": request["prompts"][0][0]["content"], "ttft": 0.1, "tpot": 0.01}
         reply = {"seconds": 0.3, "before": drafts % 2, "after": drafts % 5,
                  "answers": [answer] * len(request["prompts"])}
