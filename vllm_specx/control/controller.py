@@ -31,6 +31,7 @@ IntArray = npt.NDArray[np.int64]
 NO_LIMIT = 1 << 30
 _BANK = 0.4  # saved probing time, in steps
 _PROBE_PAUSE = 4  # steps between probes without success
+_UNEVEN = 0.01  # what different K must promise over one K: the best of many is partly luck
 _BURST = 3  # most probes one after the other, after a success
 _SHIFTS = np.array([1, -1, 2, -2, 4])
 _KNOWN = 6.0  # measurements after which the time of a step of some size is known
@@ -251,10 +252,10 @@ class Controller:
             best, ragged = self._best_uniform(slots, usable, floor), False
         else:
             best, ragged = self._best(slots, usable, floor), True
-            if self.config.per_request == "auto" and self.cost.ragged > 1.001 and len(slots) > 1:
+            if self.config.per_request == "auto" and len(slots) > 1 and best.any():
                 even = self._best_uniform(slots, usable, floor)
-                value = self._goodputs(slots, np.stack([best, even]), True)
-                if self._goodputs(slots, even[None], False)[0] >= value[0]:
+                uneven = self._goodputs(slots, best[None], True)[0]
+                if self._goodputs(slots, even[None], False)[0] * (1.0 + _UNEVEN) >= uneven:
                     best, ragged = even, False
         k = self._settle(slots, best, usable, floor, ragged)
         free = (self._fixed[slots] < 0) & (cap > k)
