@@ -29,6 +29,7 @@ Tensors = dict[str, torch.Tensor]
 Conditioning = Literal["none", "hydra"]
 FORMAT = 1
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
+_NOT_WEIGHTS = ("optimizer", "scheduler", "training_args", "rng_state", "state")
 _PREFIXES = re.compile(r"^(model\.)?(medusa_heads?\.)?")
 _OLD = re.compile(r"^(\d+)\.(\d+)\.(linear\.)?(weight|bias)$")
 _BLOCK = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
@@ -173,8 +174,10 @@ def _find(path: Path) -> tuple[list[Path], Path | None]:
         return [path], config if config.is_file() else None
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}; check 'heads'.")
+    if (path / "heads" / "config.json").is_file():
+        return _find(path / "heads")
     for suffix in _SUFFIXES:
-        if files := sorted(file for file in path.glob(f"*{suffix}") if file.stem != "optimizer"):
+        if files := sorted(f for f in path.glob(f"*{suffix}") if f.stem not in _NOT_WEIGHTS):
             config = path / "config.json"
             return files, config if config.is_file() else None
     raise CheckpointError(f"{path} has no weights: none of {', '.join(_SUFFIXES)}.")
