@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from vllm_specx.cli import serve as serving
+from vllm_specx.cli import simulate as simulating
 from vllm_specx.cli import train
 from vllm_specx.config import ConfigError
 
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 
 app.add_typer(train.app, name="train")
+app.command()(simulating.simulate)
 
 
 @app.callback()

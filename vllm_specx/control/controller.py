@@ -387,7 +387,10 @@ class Controller:
     def _settle(
         self, slots: IntArray, best: IntArray, cap: IntArray, floor: IntArray, ragged: bool
     ) -> IntArray:
-        """Keep the K in force unless the best is clearly better (hysteresis)."""
+        """Keep the K in force unless the best is clearly better (hysteresis).
+
+        Each change makes the next one need more, up to the configured gain; rest undoes that.
+        """
         fresh = self._fresh[slots]
         size = len(slots)
         any_fresh = bool(fresh.any())
@@ -402,7 +405,8 @@ class Controller:
                 old = np.where(fresh, best, old)
                 self._fresh[slots] = False
         if self._turns >= 1.0 and not np.array_equal(old, best):
-            margin = self.config.hysteresis
+            rested = min(self._turns / self.config.changes_per_100_steps, 1.0)
+            margin = self.config.hysteresis * (1.0 - 0.8 * rested)
             value = self._goodputs(slots, np.stack([old, best]), ragged)
             if value[1] > value[0] * (1.0 + margin) or (
                 ragged

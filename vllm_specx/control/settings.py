@@ -24,7 +24,7 @@ class ControllerConfig(BaseModel):
     probe_share: Annotated[float, Field(ge=0.0, le=0.1)] = 0.01
     """Share of decoding time that may be spent on trying a K that does not look best."""
     hysteresis: Annotated[float, Field(ge=0.0, le=0.5)] = 0.02
-    """Predicted gain, relative, from which K is changed."""
+    """Predicted gain, relative, from which K is changed again; less is enough after a rest."""
     changes_per_100_steps: Annotated[float, Field(gt=0.0, le=100.0)] = 5.0
     """Most changes of K in 100 steps of a steady batch."""
     trace: str | None = None
