@@ -36,7 +36,7 @@ def simulate(
     with console.status("") as status:
         results = simulation.simulate(chosen, lambda name: status.update(f"{name} ..."))
     Console(width=None if sys.stdout.isatty() else 140).print(report.table(chosen, results))
-    print(report.sentence(results))
+    print(report.sentence(chosen, results))
     if json_out is not None:
         try:
             json_out.write_text(json.dumps(report.to_json(chosen, results), indent=1) + "\n")

@@ -20,6 +20,7 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 
 _RING = 5
+_FIRST = 12  # steps that are looked at together before any is believed
 _REACH = (0.5, 0.3)  # of a measurement, in log(B) and log(N)
 _TRUST = 3.0  # measurements worth as much as what is expected of a cell
 _CLIP = 3.0  # innovations beyond this many scales are clipped
@@ -74,25 +75,12 @@ class CostModel:
         self._token_edges: list[float] = ((self._tokens[1:] + self._tokens[:-1]) / 2).tolist()
         self._request_list: list[float] = self._requests.tolist()
         self._token_list: list[float] = self._tokens.tolist()
-        cells = (len(self._requests), len(self._tokens))
         self._near = _kernel(self._requests, _REACH[0]), _kernel(self._tokens, _REACH[1])
-        self._rings: dict[tuple[int, int], list[float]] = {}
-        self._count = np.zeros(cells)
-        self._value = np.zeros(cells)  # log seconds at the knot, level removed
         self._base = np.array([self.prior.fixed, self.prior.request, self.prior.token])
-        self._normal = np.zeros((4, 4))
-        self._moment = np.zeros(4)
-        self._first: list[float] = []
-        self._new: list[tuple[float, float, float, float, float]] = []
-        self._since_fit = 0
-        self._scale = 1.0
-        self._level = 0.0  # log of how much slower the machine is than the table says
-        self._now = 1.0
-        self._ragged = math.log(self.prior.ragged)
-        self._noise = 0.05
         self._errors = np.zeros(_ERRORS)
-        self._modes = [0, 0]
-        self._fit()
+        self._first: list[tuple[int, int, float, float, bool]] = []
+        self._scale = 1.0
+        self._forget()
 
     def times(
         self,
@@ -165,15 +153,54 @@ class CostModel:
         if not (0.0 < seconds < math.inf and 0 < requests <= total):
             return
         predicted = self.time(requests, total, draft_steps, ragged)
-        innovation = math.log(seconds / predicted)
         self._errors[self.observations % _ERRORS] = abs(predicted / seconds - 1.0)
         self.observations += 1
-        if self.observations <= _RING:
-            self._find_scale(requests, total, seconds, draft_steps)
-            innovation = 0.0
-        drafting = min(self.draft_step * draft_steps, 0.7 * seconds)
-        if ragged:
-            drafting = min(drafting, 0.7 * seconds / self.ragged)
+        step = (requests, total, seconds, draft_steps, ragged)
+        if self.observations > _FIRST:
+            count = self._learn(*step)
+            self._since_fit += 1
+            if self._since_fit >= self._pause(count):
+                self._fit()
+            return
+        self._first.append(step)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """The first steps decide the scale together; those far from it are left out."""
+        prior = self.prior
+        ratios = [
+            seconds
+            / (prior.fixed + prior.request * b + prior.token * n + prior.draft_step * draft_steps)
+            for b, n, seconds, draft_steps, _ in self._first
+        ]
+        self._scale = sorted(ratios)[(len(ratios) - 1) // 2]
+        self._forget()
+        for step, ratio in zip(self._first, ratios, strict=True):
+            if 0.3 < ratio / self._scale < 3.0:
+                self._learn(*step)
+                self._fit()
+
+    def _forget(self) -> None:
+        cells = (len(self._requests), len(self._tokens))
+        self._rings: dict[tuple[int, int], list[float]] = {}
+        self._count: FloatArray = np.zeros(cells)
+        self._value: FloatArray = np.zeros(cells)  # log seconds at the knot, level removed
+        self._normal: FloatArray = np.zeros((4, 4))
+        self._moment: FloatArray = np.zeros(4)
+        self._new: list[tuple[float, float, float, float, float]] = []
+        self._since_fit = 0
+        self._level = 0.0  # log of how much slower the machine is than the table says
+        self._now = 1.0
+        self._ragged = math.log(self.prior.ragged)
+        self._noise = 0.05
+        self._modes = [0, 0]
+        self._fit()
+
+    def _learn(
+        self, requests: int, total: int, seconds: float, draft_steps: float, ragged: bool
+    ) -> int:
+        """Learn one step; returns how often its size had been seen."""
+        innovation = math.log(seconds / self.time(requests, total, draft_steps, ragged))
         limit = _CLIP * self._noise
         clipped = max(-limit, min(limit, innovation))
         row = bisect_left(self._request_edges, requests)
@@ -181,38 +208,29 @@ class CostModel:
         ring = self._rings.setdefault((row, column), [])
         count = len(ring) if len(ring) < _RING else int(self._count[row, column])
         self._noise += 0.05 * (min(abs(innovation), 4 * self._noise) * 1.25 - self._noise)
-        self._noise = min(max(self._noise, 0.01), 0.25)
+        self._noise = min(max(self._noise, 0.01), 0.15)
         self._level += 0.05 * count / (count + 5.0) * clipped
         self._now = math.exp(self._level)
         self._modes[ragged] += 1
         if ragged and self._modes[False] > 3:
             self._ragged += 0.1 / (1 + 0.02 * self._modes[True]) * clipped
+            self._ragged = max(self._ragged, 0.0)
         self._learn_parts(requests, total, seconds, draft_steps, ragged, innovation)
         at_knot = self._plain(self._request_list[row], self._token_list[column])
         ratio = at_knot / self._plain(requests, total)
-        own = seconds / (self.ragged if ragged else 1.0) - drafting
-        if self.observations > _RING and count < 3:
-            limit = max(limit, 0.1)
+        even = seconds / (self.ragged if ragged else 1.0)
+        own = even - min(self.draft_step * draft_steps, 0.7 * even)
+        if count < 3:
+            limit = max(limit, 0.2 if self.observations > _FIRST else 1.0)
             own *= math.exp(max(-limit, min(limit, innovation)) - innovation)
         self._learn_cell(row, column, ring, math.log(max(own, 1e-9) * ratio) - self._level)
-        self._since_fit += 1
-        if self.observations <= _RING or self._since_fit >= self._pause(count):
-            self._fit()
+        return count
 
     def _pause(self, count: int) -> int:
         """Steps between fits: few while there is much to learn."""
         if self.observations > 64:
             return 32 if self.observations > 512 else 16
         return 1 if count < 3 else 4
-
-    def _find_scale(self, requests: int, total: int, seconds: float, draft_steps: float) -> None:
-        guess = float(self._base @ (1.0, requests, total)) + self.prior.draft_step * draft_steps
-        self._first.append(seconds / guess)
-        scale = sorted(self._first)[(len(self._first) - 1) // 2]
-        change = scale / self._scale
-        self._normal *= change * change
-        self._moment *= change
-        self._scale = scale
 
     def _learn_cell(self, row: int, column: int, ring: list[float], value: float) -> None:
         count = int(self._count[row, column])

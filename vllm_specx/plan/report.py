@@ -28,7 +28,7 @@ def table(scenario: Simulation, results: Sequence[Result]) -> Any:
     ranges = list(dict.fromkeys(name for result in results for name in result.by_batch))
     ranges.sort(key=lambda name: int(name.split("-")[0]))
     shown = Table(title=f"{scenario.name}: predicted tokens/s of decode steps")
-    shown.add_column("K")
+    shown.add_column("K", no_wrap=True)
     for name in ("tok/s", "vs none", "ms/token", "p95", "accepted"):
         shown.add_column(name, justify="right")
     for name in ranges:
@@ -54,9 +54,14 @@ def table(scenario: Simulation, results: Sequence[Result]) -> Any:
     return shown
 
 
-def sentence(results: Sequence[Result]) -> str:
+def sentence(scenario: Simulation, results: Sequence[Result]) -> str:
     """The verdict in words."""
     ratio = verdict(results)
+    if scenario.arrivals.kind != "levels":
+        return (
+            f"A token takes {ratio['token_time_over_none']:.2f}x the time it takes without "
+            f"speculation, and {ratio['token_time_over_best_static']:.2f}x that of the best fixed K."
+        )
     return (
         f"The controller reaches {ratio['over_none']:.2f}x no speculation, "
         f"{ratio['over_best_static']:.2f}x the best fixed K and "

@@ -120,7 +120,7 @@ def survival(work: Work, depth: int) -> tuple[FloatArray, FloatArray]:
 
 
 def best_table(scenario: Simulation, curve: Curve) -> list[tuple[int, int, int]]:
-    """vLLM's table [first batch, last batch, K], each K the best for the mix as it is known here."""
+    """vLLM's table [first batch, last batch, K]: the best K for the mix, as it is known here."""
     names = scenario.mix or {name: 1.0 for name in scenario.work}
     shares = np.array(list(names.values())) / sum(names.values())
     chains = [survival(scenario.work[name], scenario.max_k) for name in names]
@@ -321,34 +321,66 @@ class Server:
 def simulate(scenario: Simulation, progress: Callable[[str], object] = str) -> list[Result]:
     """Run every policy. progress is told the name of each before it starts."""
     requests = arrivals(scenario)
-    table = best_table(scenario, scenario.curve())
-
-    def look_up(batch: int) -> int:
-        return next(k for first, last, k in table if first <= batch <= last)
-
-    policies: list[tuple[str, Callable[[int], int] | None]] = [(NONE, lambda batch: 0)]
-    for k in sorted(set(scenario.static_k)):
-        if k <= scenario.max_k:
-            policies.append((f"K={k}", lambda batch, k=k: k))  # type: ignore[misc]
-    policies += [(TABLE, look_up), (CONTROLLER, None)]
     results = []
-    for name, choose in policies:
+
+    def serve(name: str, choose: Callable[[int], int] | None) -> Result:
         progress(name)
-        results.append(Server(scenario, name, choose).run(requests))
-        if name == TABLE:
-            results[-1].details["table"] = table
+        return Server(scenario, name, choose).run(requests)
+
+    results.append(serve(NONE, lambda batch: 0))
+    ks = [k for k in sorted(set(scenario.static_k)) if k <= scenario.max_k]
+    for k in ks:
+        results.append(serve(f"K={k}", lambda batch, k=k: k))  # type: ignore[misc]
+    tables = (best_table(scenario, scenario.curve()), _table_from(results, [0, *ks]))
+    tried = []
+    for table in tables:
+        tried.append(serve(TABLE, lambda batch, table=table: _look_up(table, batch)))  # type: ignore[misc]
+        tried[-1].details["table"] = table
+    results.append(max(tried, key=lambda result: result.tokens_per_second))
+    results.append(serve(CONTROLLER, None))
     return results
 
 
+def _table_from(results: Sequence[Result], ks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The table of the K that was fastest in each range of batch sizes."""
+    names = sorted(
+        {name for r in results for name in r.by_batch}, key=lambda n: int(n.split("-")[0])
+    )
+    table = []
+    for name in names:
+        low, high = (int(part) for part in (*name.split("-"), *name.split("-"))[:2])
+        rates = [result.by_batch.get(name, 0.0) for result in results]
+        table.append((low, high, ks[rates.index(max(rates))]))
+    return table
+
+
+def _look_up(table: Sequence[tuple[int, int, int]], batch: int) -> int:
+    """K of the range that holds the batch, or of the nearest one below."""
+    k = table[0][2]
+    for first, _, value in table:
+        if first <= batch:
+            k = value
+    return k
+
+
 def verdict(results: Sequence[Result]) -> dict[str, float]:
-    """The controller's tokens/s over those of none, of the best static K, and of the table."""
+    """The controller's tokens/s over those of none, of the best static K, and of the table.
+
+    And its time per output token as requests see it, which is what counts where requests come by
+    themselves and a faster server has fewer of them at a time.
+    """
     rates = {result.policy: result.tokens_per_second for result in results}
     static = max(rate for name, rate in rates.items() if name.startswith("K="))
     mine = rates[CONTROLLER]
+    waits = {result.policy: result.token_ms for result in results}
     return {
         "over_none": round(mine / rates[NONE], 4),
         "over_best_static": round(mine / static, 4),
         "over_best_table": round(mine / rates[TABLE], 4),
+        "token_time_over_none": round(waits[CONTROLLER] / waits[NONE], 4),
+        "token_time_over_best_static": round(
+            waits[CONTROLLER] / min(ms for name, ms in waits.items() if name.startswith("K=")), 4
+        ),
     }
 
 

@@ -1,0 +1,159 @@
+"""The step time that is learned while serving."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.control import MEASURED_MS, SLOW_MS, step_seconds
+from vllm_specx.control.cost import CostModel, CostPrior
+
+
+def visit(
+    cost: CostModel,
+    steps: int,
+    seed: int = 0,
+    batches: tuple[int, ...] = (1, 4, 8, 16, 32),
+    ks: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8),
+    outliers: float = 0.03,
+    factor: float = 1.0,
+) -> None:
+    random = np.random.default_rng(seed)
+    for _ in range(steps):
+        batch, k = int(random.choice(batches)), int(random.choice(ks))
+        seconds = factor * step_seconds(batch, batch * k) * float(random.lognormal(0, 0.03))
+        if random.random() < outliers:
+            seconds *= float(random.uniform(2, 100))
+        cost.observe(batch, batch * (1 + k), seconds)
+
+
+def errors(cost: CostModel, batches: tuple[int, ...], ks: tuple[int, ...]) -> np.ndarray:
+    return np.array(
+        [cost.time(b, b * (1 + k)) / step_seconds(b, b * k) - 1 for b in batches for k in ks]
+    )
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+def test_usable_after_fifty_steps(batch: int) -> None:
+    for seed in range(4):
+        cost = CostModel(32, 32 * 17)
+        visit(cost, 50, seed, (batch,))
+        off = errors(cost, (batch,), (0, 1, 2, 4, 6, 8))
+        assert np.median(np.abs(off)) < 0.06
+        assert np.abs(off).max() < 0.25
+
+
+def test_the_whole_measured_surface() -> None:
+    cost = CostModel(32, 32 * 17)
+    visit(cost, 1500)
+    off = errors(cost, (1, 4, 8, 16, 32), (0, 1, 2, 3, 4, 6, 8))
+    assert np.median(np.abs(off)) < 0.03
+    assert np.abs(off).max() < 0.15
+    assert cost.error < 0.05
+
+
+def test_sizes_between_those_that_were_seen() -> None:
+    cost = CostModel(32, 32 * 17)
+    visit(cost, 1500, batches=(1, 8, 32))
+    assert np.abs(errors(cost, (4, 16), (0, 1, 2, 4))).max() < 0.35
+
+
+def test_the_first_step_may_be_a_compilation() -> None:
+    cost = CostModel(32, 32 * 17)
+    cost.observe(1, 1, 30.0)
+    visit(cost, 50, batches=(1,), outliers=0)
+    assert np.abs(errors(cost, (1,), (0, 1, 2, 4))).max() < 0.15
+
+
+def test_a_single_slow_step_of_a_new_size_is_not_believed() -> None:
+    cost = CostModel(32, 32 * 17)
+    visit(cost, 100, batches=(8,), ks=(0, 1, 2), outliers=0)
+    before = cost.time(8, 40)
+    cost.observe(8, 40, 20 * before)
+    assert cost.time(8, 40) < 1.2 * before
+
+
+def test_a_machine_that_becomes_slower_is_followed_everywhere() -> None:
+    cost = CostModel(32, 32 * 17)
+    visit(cost, 400, batches=(8,))
+    visit(cost, 80, seed=9, batches=(8,), ks=(2, 3), factor=1.4)
+    assert cost.time(8, 24) == pytest.approx(1.4 * step_seconds(8, 16), rel=0.06)
+    assert cost.time(8, 8) == pytest.approx(1.4 * step_seconds(8, 0), rel=0.2)
+
+
+def test_two_machines() -> None:
+    for table in (MEASURED_MS, SLOW_MS):
+        cost = CostModel(4, 4 * 33)
+        random = np.random.default_rng(0)
+        for _ in range(200):
+            k = int(random.choice(list(table[1])))
+            cost.observe(1, 1 + k, 1e-3 * table[1][k] * float(random.lognormal(0, 0.02)))
+        for k, ms in table[1].items():
+            assert 1000 * cost.time(1, 1 + k) == pytest.approx(ms, rel=0.08)
+
+
+def test_draft_steps_are_told_from_verified_tokens() -> None:
+    """A draft step costs 1 ms, a token 0.1 ms; K changes, so that the two can be told apart."""
+    random = np.random.default_rng(0)
+    cost = CostModel(8, 8 * 9, CostPrior(draft_step=0.0005))
+    before = 0
+    for _ in range(400):
+        k = int(random.integers(0, 7))
+        seconds = 0.010 + 1e-4 * (1 + before) + 1e-3 * k
+        cost.observe(1, 1 + before, seconds * float(random.lognormal(0, 0.02)), draft_steps=k)
+        before = k
+    assert cost.draft_step == pytest.approx(0.001, rel=0.2)
+    assert cost.time(1, 5, 4) == pytest.approx(0.0145, rel=0.05)
+    assert cost.times(1, [1, 5], [0, 4]).tolist() == pytest.approx([0.0101, 0.0145], rel=0.05)
+
+
+def test_ragged_steps_have_their_price() -> None:
+    cost = CostModel(8, 8 * 9)
+    random = np.random.default_rng(0)
+    for step in range(400):
+        ragged = step % 2 == 0
+        k = int(random.integers(1, 4))
+        seconds = (
+            step_seconds(8, 8 * k) * (1.2 if ragged else 1.0) * float(random.lognormal(0, 0.02))
+        )
+        cost.observe(8, 8 * (1 + k), seconds, ragged=ragged)
+    assert cost.ragged == pytest.approx(1.2, rel=0.06)
+    assert cost.time(8, 24, ragged=True) / cost.time(8, 24) == pytest.approx(cost.ragged)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 32), st.integers(0, 16), st.floats(1e-4, 10.0)),
+        max_size=60,
+    )
+)
+def test_more_tokens_never_take_less_time(steps: list[tuple[int, int, float]]) -> None:
+    cost = CostModel(32, 32 * 17)
+    for batch, k, seconds in steps:
+        cost.observe(batch, batch * (1 + k), seconds)
+    for batch in (1, 3, 8, 11, 32):
+        times = cost.times(batch, np.arange(batch, batch * 17))
+        assert (times > 0).all()
+        assert np.isfinite(times).all()
+        assert (np.diff(times) >= -1e-12).all()
+        assert (cost.marginal(batch, [batch, 2 * batch]) >= -1e-12).all()
+        assert times[3] == pytest.approx(cost.time(batch, batch + 3))
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_what_is_no_time_is_ignored(seconds: float) -> None:
+    cost = CostModel(4, 40)
+    cost.observe(1, 2, seconds)
+    assert cost.observations == 0
+
+
+def test_the_prior_follows_the_model() -> None:
+    small, large = (CostPrior.from_model(b, on_gpu=True) for b in (2e9, 140e9))
+    assert large.fixed > 10 * small.fixed
+    assert large.token / large.fixed < 0.01
+    assert CostPrior.from_model(2e9, on_gpu=False).token / small.fixed > small.token / small.fixed
+    cpu = CostModel(4, 40, CostPrior.from_model(270e6, on_gpu=False))
+    assert cpu.time(1, 5) > cpu.time(1, 1)
