@@ -20,6 +20,7 @@ IntArray = npt.NDArray[np.int64]
 
 MAX_POOLS = 64
 _SPREAD_ROWS = 4
+_LATELY = 0.93  # a step
 PRIOR_HAZARD = (0.4, 0.15, 0.49)
 """Of the chains, before anything is measured."""
 ACCEPT, OFFER, PROGRESS = 0, 1, 2
@@ -81,42 +82,45 @@ def evidence(
 
 
 class _Level:
-    """Evidence and hazards of rows on one level: [rows, chains, depth]."""
+    """Evidence and hazards of rows on one level: [rows, chains, depth].
+
+    Counts have a long memory and know each depth. What happened lately is compared with what they
+    foresaw; beyond chance, it scales the hazards of all depths at once, and shortens the memory.
+    """
 
     def __init__(self, rows: int, chains: int, depth: int, memory: float, strength: float) -> None:
         """memory: steps with evidence; strength: prior failures behind a row's factor."""
         self.keep = 1.0 - 1.0 / memory
-        self.keep_idle = 1.0 - 0.1 / memory
         self.strength = np.full(chains, strength)
         self._spread = np.array([[strength], [1.0]]) * np.ones(chains)
         self.counts = np.zeros((rows, 2, chains, depth))  # trials, failures
-        self.hazard = np.zeros((rows, chains, depth))
-        self.surprise = np.zeros((rows, 2, chains))  # failures - expected, its variance
+        self.slow = np.zeros((rows, chains, depth))  # hazards by the counts
+        self.hazard = np.zeros((rows, chains, depth))  # scaled by what happened lately
+        self.lately = np.zeros((rows, 3, chains))  # failures - expected, its variance, expected
 
     def grow(self, rows: int) -> None:
-        for name in ("counts", "hazard", "surprise"):
+        for name in ("counts", "slow", "hazard", "lately"):
             setattr(self, name, _longer(getattr(self, name), rows))
 
     def clear(self, row: int) -> None:
         self.counts[row] = 0.0
-        self.surprise[row] = 0.0
+        self.lately[row] = 0.0
 
-    def learn(self, rows: IntArray, new: FloatArray) -> FloatArray:
-        """Add new evidence [B, 2, chains, depth] and return the rows' counts."""
-        hazard = self.hazard[rows]
+    def learn(self, rows: IntArray, new: FloatArray, steps: int = 1) -> FloatArray:
+        """Add new evidence [B, 2, chains, depth] of so many steps; return the rows' counts."""
+        hazard = self.slow[rows]
         tried = new[:, 0, :, 0] > 0
         expected = new[:, 0] * hazard
         total = expected.sum(-1)
-        surprise = self.surprise[rows]
-        surprise *= 0.85
-        surprise[:, 0] += new[:, 1].sum(-1) - total
-        surprise[:, 1] += total - (expected * hazard).sum(-1)
-        contradicted = np.abs(surprise[:, 0]) > 3.0 * np.sqrt(surprise[:, 1] + 0.3)
-        keep = np.where(tried, self.keep, self.keep_idle)
-        if contradicted.any():
-            keep = np.where(contradicted, 0.25 * keep, keep)
-            surprise = np.where(contradicted[:, None], 0.0, surprise)
-        self.surprise[rows] = surprise
+        lately = self.lately[rows]
+        lately *= np.where(tried, _LATELY**steps, 0.99)[:, None]
+        lately[:, 0] += new[:, 1].sum(-1) - total
+        lately[:, 1] += total - (expected * hazard).sum(-1)
+        lately[:, 2] += total
+        self.lately[rows] = lately
+        sigmas = np.abs(lately[:, 0]) / np.sqrt(lately[:, 1] + 0.3)
+        keep = np.where(tried, self.keep**steps, 1.0 - 0.1 * (1.0 - self.keep))
+        keep *= 1.0 - np.minimum(0.1 * np.maximum(sigmas - 2.0, 0.0), 0.5)
         counts: FloatArray = self.counts[rows]
         counts *= keep[:, None, :, None]
         counts += new
@@ -142,6 +146,11 @@ class _Level:
         hazard *= local
         hazard += failures
         hazard /= trials + local
+        self.slow[rows] = hazard
+        off, variance, foreseen = self.lately[rows].transpose(1, 0, 2)
+        beyond = np.maximum(np.abs(off) - np.sqrt(variance + 0.3), 0.0)
+        hazard *= ((foreseen + np.copysign(beyond, off) + 1.0) / (foreseen + 1.0))[..., None]
+        np.minimum(hazard, 0.99, out=hazard)
         self.hazard[rows] = hazard
         return np.asarray(hazard)
 
@@ -227,10 +236,12 @@ class AcceptanceModel:
         new = np.empty((*last.shape[:-3], len(slots), 2, self.chains, self.depth))
         new[..., 0, :, :] = self._depths <= last
         new[..., 1, :, :] = (self._depths == last) & failed
+        steps = 1
         if new.ndim == 5:
+            steps = len(new)
             new = new.sum(0)
-        self._learn_pools(slots, new)
-        counts = self._requests.learn(slots, new)
+        self._learn_pools(slots, new, steps)
+        counts = self._requests.learn(slots, new, steps)
         parent = self._pools.hazard[self.pool_of[slots]]
         hazard = self._requests.estimate(slots, counts, parent, spread=True)
         self._renew(slots, hazard)
@@ -242,18 +253,18 @@ class AcceptanceModel:
         np.add.accumulate(survival, axis=-1, out=expected[..., 1:])
         self.expected[slots] = expected
 
-    def _learn_pools(self, slots: IntArray, new: FloatArray) -> None:
+    def _learn_pools(self, slots: IntArray, new: FloatArray, steps: int) -> None:
         pools = self.pool_of[slots]
         total = new.sum(0)
         if not total[0, :, 0].any():
             return
         rows = set(pools.tolist())
-        counts = self._pools.learn(self._everything, total[None])
+        counts = self._pools.learn(self._everything, total[None], steps)
         self._pools.estimate(self._everything, counts, self._prior)
         for row in sorted(rows - {0}):
             mine = total if len(rows) == 1 else new[pools == row].sum(0)
             if mine[0, :, 0].any():
-                self._pools.learn(np.array([row]), mine[None])
+                self._pools.learn(np.array([row]), mine[None], steps)
             self._estimate_pool(row)
 
     def _estimate_pool(self, row: int) -> None:

@@ -33,9 +33,9 @@ _BANK = 0.4  # saved probing time, in steps
 _PROBE_PAUSE = 4  # steps between probes without success
 _UNEVEN = 0.01  # what different K must promise over one K: the best of many is partly luck
 _BURST = 3  # most probes one after the other, after a success
-_SHIFTS = np.array([1, -1, 2, -2, 4])
+_SHIFTS = np.array([1, -1, 2, -2])
 _KNOWN = 6.0  # measurements after which the time of a step of some size is known
-_SHIFT_PAUSE = 60  # steps between shifts where all sizes near the present one are known
+_SHIFT_PAUSE = 100  # steps between shifts where all sizes near the present one are known
 _PAUSE = (
     8,
     4,
@@ -482,7 +482,7 @@ class Controller:
         if not burst and quiet[which] < _PROBE_PAUSE:
             return None, None
         trial = k.copy()
-        self._probe_k = min(2 * self._probe_k, self.max_k) if burst else 2
+        self._probe_k = min(2 * self._probe_k, self.max_k) if burst else 1 + (len(k) < _MANY)
         if self.uniform_only:
             trial[plan.free] = np.minimum(self._probe_k, plan.cap[plan.free])
             return trial, slots
