@@ -20,7 +20,8 @@ IntArray = npt.NDArray[np.int64]
 
 MAX_POOLS = 64
 _SPREAD_ROWS = 4
-_LATELY = 0.93  # a step
+_LATELY = 0.93  # kept of a step after the next
+_LATELY_IDLE = 0.98
 PRIOR_HAZARD = (0.4, 0.15, 0.49)
 """Of the chains, before anything is measured."""
 ACCEPT, OFFER, PROGRESS = 0, 1, 2
@@ -106,14 +107,17 @@ class _Level:
         self.counts[row] = 0.0
         self.lately[row] = 0.0
 
-    def learn(self, rows: IntArray, new: FloatArray, steps: int = 1) -> FloatArray:
-        """Add new evidence [B, 2, chains, depth] of so many steps; return the rows' counts."""
+    def learn(self, rows: IntArray, new: FloatArray, steps: int, elapsed: int) -> FloatArray:
+        """Add new evidence [B, 2, chains, depth] and return the rows' counts.
+
+        steps: how many steps it is from; elapsed: steps since the last call.
+        """
         hazard = self.slow[rows]
         tried = new[:, 0, :, 0] > 0
         expected = new[:, 0] * hazard
         total = expected.sum(-1)
         lately = self.lately[rows]
-        lately *= np.where(tried, _LATELY**steps, 0.99)[:, None]
+        lately *= np.where(tried, _LATELY**elapsed, _LATELY_IDLE**elapsed)[:, None]
         lately[:, 0] += new[:, 1].sum(-1) - total
         lately[:, 1] += total - (expected * hazard).sum(-1)
         lately[:, 2] += total
@@ -230,8 +234,11 @@ class AcceptanceModel:
         counts: FloatArray = self._pools.counts[self.pool_of[slots], 0, ACCEPT, 0]
         return counts
 
-    def learn(self, slots: IntArray, shown: Evidence) -> None:
-        """Take in the evidence of B requests, of one step or of several in their order."""
+    def learn(self, slots: IntArray, shown: Evidence, elapsed: int = 0) -> None:
+        """Take in the evidence of B requests, of one step or of several in their order.
+
+        elapsed: steps since the last call, with those that showed nothing; 0: as many as are shown.
+        """
         last, failed = shown.last[..., None], shown.failed[..., None]
         new = np.empty((*last.shape[:-3], len(slots), 2, self.chains, self.depth))
         new[..., 0, :, :] = self._depths <= last
@@ -240,8 +247,9 @@ class AcceptanceModel:
         if new.ndim == 5:
             steps = len(new)
             new = new.sum(0)
-        self._learn_pools(slots, new, steps)
-        counts = self._requests.learn(slots, new, steps)
+        elapsed = max(elapsed, steps)
+        self._learn_pools(slots, new, steps, elapsed)
+        counts = self._requests.learn(slots, new, steps, elapsed)
         parent = self._pools.hazard[self.pool_of[slots]]
         hazard = self._requests.estimate(slots, counts, parent, spread=True)
         self._renew(slots, hazard)
@@ -253,18 +261,18 @@ class AcceptanceModel:
         np.add.accumulate(survival, axis=-1, out=expected[..., 1:])
         self.expected[slots] = expected
 
-    def _learn_pools(self, slots: IntArray, new: FloatArray, steps: int) -> None:
+    def _learn_pools(self, slots: IntArray, new: FloatArray, steps: int, elapsed: int) -> None:
         pools = self.pool_of[slots]
         total = new.sum(0)
         if not total[0, :, 0].any():
             return
         rows = set(pools.tolist())
-        counts = self._pools.learn(self._everything, total[None], steps)
+        counts = self._pools.learn(self._everything, total[None], steps, elapsed)
         self._pools.estimate(self._everything, counts, self._prior)
         for row in sorted(rows - {0}):
             mine = total if len(rows) == 1 else new[pools == row].sum(0)
             if mine[0, :, 0].any():
-                self._pools.learn(np.array([row]), mine[None], steps)
+                self._pools.learn(np.array([row]), mine[None], steps, elapsed)
             self._estimate_pool(row)
 
     def _estimate_pool(self, row: int) -> None:

@@ -154,6 +154,7 @@ class Controller:
         self._uniform_k = -1
         self._promise_scale = np.array([4.0, 4.0])
         self._pending: list[_Step] = []
+        self._learned_at = 0
         self._pending_slots: IntArray = self._last_slots
         self._plan: _Plan | None = None
         self._decision: Decision | None = None
@@ -543,7 +544,7 @@ class Controller:
         gain = self.acceptance.survival[slots, ACCEPT]
         if promise is not None:
             given = np.asarray(promise, np.float64)[:, : len(self._depths)]
-            scale = min(max(float(self._promise_scale[0] / self._promise_scale[1]), 0.25), 1.25)
+            scale = min(max(float(self._promise_scale[0] / self._promise_scale[1]), 0.02), 1.25)
             gain = np.zeros_like(gain)
             gain[:, : given.shape[1]] = np.minimum(scale * given, 1.0)
         k = self._best(slots, cap, floor, gain)
@@ -677,7 +678,8 @@ class Controller:
         arrays = [None if column[0] is None else np.array(column) for column in columns]
         hits = np.array(columns[1])
         shown = evidence(*arrays)  # type: ignore[arg-type]
-        self.acceptance.learn(slots, shown)
+        self.acceptance.learn(slots, shown, self.steps - self._learned_at)
+        self._learned_at = self.steps
         tried = (shown.last[..., ACCEPT] > 0).any(0)
         self._seen_at[slots[tried]] = self.steps
         promised = self._promised[slots]
