@@ -119,7 +119,9 @@ class Roofline(_Strict):
     @model_validator(mode="after")
     def _it_fits(self) -> Roofline:
         if self.gpu not in GPUS:
-            raise ValueError(f"no figures of the GPU '{self.gpu}'; {nearest(self.gpu, list(GPUS))}")
+            raise ValueError(
+                f"there are no figures of '{self.gpu}'; known: {', '.join(sorted(GPUS))}"
+            )
         weights = self.model.transformer().weight_bytes
         weights += self.draft.transformer().weight_bytes if self.draft else 0.0
         if weights > GPUS[self.gpu].memory * self.gpus:
