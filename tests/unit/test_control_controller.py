@@ -165,9 +165,15 @@ def test_what_the_proposer_promises_is_calibrated() -> None:
         decision = controller.decide(ids, offered=[6, 6], promise=np.full((2, 6), 0.9))
         k = decision.k
         controller.observe(
-            ids, drafted=k, accepted=[0, 0], offered=[6, 6], allowed=[6, 6], seconds=0.03
+            ids,
+            drafted=k,
+            accepted=[0, 0],
+            offered=[6, 6],
+            allowed=[6, 6],
+            seconds=0.02 + 0.002 * int(k.sum()),
         )
     assert decision.k.sum() <= 2
+    assert controller.steps == 100
 
 
 def test_starting_k_until_there_is_evidence() -> None:

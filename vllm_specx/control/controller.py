@@ -687,6 +687,8 @@ class Controller:
             self._promise_scale *= 0.99
             self._promise_scale += (float(hits[-1][promised > 0].sum()), float(promised.sum()))
             self._promised[slots] = 0.0
+        else:
+            self._promise_scale += 0.01 * (4.0 - self._promise_scale)
         steps.clear()
         self._plan = None
 
