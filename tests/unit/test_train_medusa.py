@@ -48,7 +48,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def states(target: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hidden")
-    settings = HiddenSettings(target=str(target), aux_layers=(0, 1))
+    settings = HiddenSettings(target=str(target), aux_layers=(0, 1), dtype="bfloat16")
     hidden.extract(settings, text, folder, lambda *_: None)
     return folder
 
@@ -57,7 +57,7 @@ def _settings(**changes: Any) -> MedusaSettings:
     return MedusaSettings(
         **{
             "depth": 3, "vocab": 200, "epochs": 6, "windows": 8, "width": 32, "validate_every": 40,
-            "learning_rate": 3e-3, "validation": 0.1, "patience": 100, "averaging": 0.9, **changes,
+            "learning_rate": 3e-3, "validation": 0.1, "patience": 100, "averaging": 0.9, "compute": "float32", **changes,
         }
     )  # fmt: skip
 
@@ -88,7 +88,7 @@ def test_an_auxiliary_layer_that_is_not_there(target: Path) -> None:
 def test_a_truncated_cache_is_made_anew(
     target: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = HiddenSettings(target=str(target))
+    settings = HiddenSettings(target=str(target), dtype="bfloat16")
     hidden.extract(settings, text, tmp_path, lambda *_: None)
     path = shards.shard_path(tmp_path, "hidden", 3)
     whole = path.read_bytes()
@@ -114,7 +114,9 @@ def _kill_when(command: list[str], ready: Any, seconds: float = 120) -> None:
 
 def test_killed_hidden_states_go_on(target: Path, text: Path, states: Path, tmp_path: Path) -> None:
     settings = tmp_path / "settings.json"
-    settings.write_text(HiddenSettings(target=str(target), aux_layers=(0, 1)).model_dump_json())
+    settings.write_text(
+        HiddenSettings(target=str(target), aux_layers=(0, 1), dtype="bfloat16").model_dump_json()
+    )
     folder = tmp_path / "hidden"
     command = [
         sys.executable,

@@ -24,6 +24,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_specx.train import shards
+from vllm_specx.train.compute import fastest_dtype
 from vllm_specx.train.errors import TrainError
 from vllm_specx.train.generate import KIND as TEXT
 from vllm_specx.train.generate import target_identity
@@ -38,8 +39,8 @@ class HiddenSettings(BaseModel):
 
     target: str
     aux_layers: tuple[int, ...] = ()
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of the forward; the cache is bfloat16."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of the forward; auto is what this machine is fastest in. The cache is bfloat16."""
     batch_tokens: Annotated[int, Field(ge=64)] = 4096
     device: str = "cpu"
 
@@ -59,10 +60,10 @@ class HiddenStates:
         from transformers import AutoModelForCausalLM
 
         self._settings = settings
+        chosen = settings.dtype
+        dtype = fastest_dtype(settings.device) if chosen == "auto" else getattr(torch, chosen)
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                settings.target, dtype=getattr(torch, settings.dtype)
-            )
+            model: Any = AutoModelForCausalLM.from_pretrained(settings.target, dtype=dtype)
         except (OSError, ValueError) as error:
             first = str(error).strip().splitlines()[0]
             raise TrainError(f"the target {settings.target} cannot be loaded: {first}") from None

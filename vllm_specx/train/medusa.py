@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -19,6 +20,7 @@ from vllm_specx.draft.checkpoints import FORMAT
 from vllm_specx.draft.medusa_heads import ParallelHeads, SequentialHeads
 from vllm_specx.draft.vocab import DraftVocab, count_tokens
 from vllm_specx.train import shards
+from vllm_specx.train.compute import fastest_dtype
 from vllm_specx.train.dataset import Batches, Corpus, Ints, Rows
 from vllm_specx.train.errors import TrainError
 from vllm_specx.train.loss import fused_cross_entropy, teacher_probabilities
@@ -64,6 +66,8 @@ class MedusaSettings(BaseModel):
     limit: int | None = None
     """Use only about this many tokens of the text."""
     device: str = "cpu"
+    compute: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Format of the products; auto is what this machine is fastest in. Weights are float32."""
 
     def width_inside(self, hidden_size: int) -> int:
         """The inner width of sequential layers."""
@@ -168,8 +172,9 @@ class Trainer:
         self.counts = counts
         self.target = target
         ids = self.vocab.token_ids
-        self.lm_head = target.lm_head[ids].to(self.device, torch.bfloat16).contiguous()
-        self.embeddings = target.embeddings.to(self.device, torch.bfloat16)
+        self.dtype = self._dtype()
+        self.lm_head = target.lm_head[ids].to(self.device, self.dtype).contiguous()
+        self.embeddings = target.embeddings.to(self.device, self.dtype)
         draft_ids = torch.full((target.vocab_size,), -1)
         draft_ids[ids] = torch.arange(len(ids))
         self.draft_ids = draft_ids.to(self.device)
@@ -245,7 +250,7 @@ class Trainer:
         settings = self.settings
         for group in self.optimizer.param_groups:
             group["lr"] = self._rate()
-        hidden = rows.hidden.to(self.device)
+        hidden = rows.hidden.to(self.device, self.dtype)
         tokens, end = rows.tokens.to(self.device), rows.end.to(self.device)
         at = rows.starts.to(self.device)
         teacher = teacher_probabilities(hidden, self.lm_head)
@@ -316,7 +321,7 @@ class Trainer:
         """How many drafted tokens are right at each position of one greedy answer."""
         size = end - begin - 2
         tokens = torch.from_numpy(corpus.tokens[begin:end].astype(np.int64)).to(self.device)
-        state = corpus.hidden(begin, begin + size).to(self.device)
+        state = corpus.hidden(begin, begin + size).to(self.device, self.dtype)
         right = torch.ones(size, dtype=torch.bool, device=self.device)
         matched = torch.zeros(size, dtype=torch.int64, device=self.device)
         ids = self.vocab.token_ids.to(self.device)
@@ -356,6 +361,7 @@ class Trainer:
         """Write everything that resuming needs, whole or not at all."""
         state = {
             "settings": self.settings.model_dump_json(),
+            "compute": str(self.dtype).removeprefix("torch."),
             "heads": self.heads.state_dict(),
             "average": self.average.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -371,6 +377,15 @@ class Trainer:
             torch.save(state, file)
         with shards.atomic(self.out / "history.json") as file:
             file.write(json.dumps(self.history, indent=1).encode())
+
+    def _dtype(self) -> torch.dtype:
+        """As the settings say; a resumed run keeps what it began with."""
+        name = self.settings.compute
+        path = self.out / STATE
+        if name == "auto" and path.exists():
+            with contextlib.suppress(Exception):  # _resume says what is wrong with it
+                name = torch.load(path, map_location="cpu", weights_only=True)["compute"]
+        return fastest_dtype(self.settings.device) if name == "auto" else getattr(torch, name)
 
     def _resume(self) -> None:
         path = self.out / STATE
