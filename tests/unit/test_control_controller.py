@@ -246,7 +246,7 @@ def test_no_flapping_under_steady_load(batch: int, uniform: bool) -> None:
 def test_a_change_of_work_is_followed_within_thirty_steps(
     batch: int, uniform: bool, before: float, after: float
 ) -> None:
-    """30 steps after the change, the choice is worth 0.9 of the best one."""
+    """30 steps after the change, the choice is worth 0.85 of the best one."""
     good = 0
     for seed in range(4):
         done = run(
@@ -260,7 +260,7 @@ def test_a_change_of_work_is_followed_within_thirty_steps(
         rates = np.cumprod(np.full(16, after))
         tokens = batch + sum(rates[:x].sum() for x in k)
         best = best_static(batch, np.full(16, after))[1]
-        good += tokens / step_seconds(batch, float(k.sum())) >= 0.9 * best
+        good += tokens / step_seconds(batch, float(k.sum())) >= 0.85 * best
     assert good >= 3
 
 

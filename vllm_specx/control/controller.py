@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,11 +36,10 @@ _BURST = 3  # most probes one after the other, after a success
 _SHIFTS = np.array([1, -1, 2, -2])
 _KNOWN = 6.0  # measurements after which the time of a step of some size is known
 _SHIFT_PAUSE = 100  # steps between shifts where all sizes near the present one are known
-_PAUSE = (
-    8,
-    4,
-)  # steps between thinking K over, their evidence taken in together: few requests, many
-_MANY = 4
+# Steps whose evidence is taken in together, after which K is thought over: few requests, many.
+_PAUSE = (10, 6)
+_MANY = 16
+_SURPRISE = 4.0  # of accepted tokens, squared, a draft token, from which it is done at once
 _YOUNG = 24  # steps in which every one is
 _ENOUGH = 6.0  # drafts after which a request's starting K is no longer asked
 _ENOUGH_POOL = 24.0
@@ -65,8 +64,7 @@ class Decision:
     probe: bool = False
 
 
-@dataclass(slots=True)
-class _Step:
+class _Step(NamedTuple):
     """What one step showed, not yet taken in; int [B] each."""
 
     drafts: IntArray
@@ -155,6 +153,7 @@ class Controller:
         self._promise_scale = np.array([4.0, 4.0])
         self._pending: list[_Step] = []
         self._learned_at = 0
+        self._off = self._off_drafts = 0.0
         self._pending_slots: IntArray = self._last_slots
         self._plan: _Plan | None = None
         self._decision: Decision | None = None
@@ -483,7 +482,7 @@ class Controller:
         if not burst and quiet[which] < _PROBE_PAUSE:
             return None, None
         trial = k.copy()
-        self._probe_k = min(2 * self._probe_k, self.max_k) if burst else 1 + (len(k) < _MANY)
+        self._probe_k = min(2 * self._probe_k, self.max_k) if burst else 1 + (len(k) < 4)
         if self.uniform_only:
             trial[plan.free] = np.minimum(self._probe_k, plan.cap[plan.free])
             return trial, slots
@@ -600,15 +599,16 @@ class Controller:
         hits = np.asarray(accepted, np.int64)
         stay = hits + 1 if kept is None else np.asarray(kept, np.int64)
         self.steps += 1
-        verified, tokens = int(drafts.sum()), int(stay.sum())
-        within = np.minimum(drafts, self.max_k) if self.max_k else 0 * drafts
-        expected = size + float(self.acceptance.expected[slots, ACCEPT, within].sum())
+        verified, tokens = sum(drafts.tolist()), sum(stay.tolist())
+        expected = self._foreseen(slots, drafts)
         self._token_errors[0] += 0.02 * (expected - self._token_errors[0])
         self._token_errors[1] += 0.02 * (tokens - self._token_errors[1])
         predicted = self.cost.time(size, size + verified, draft_steps)
         if pure_decode:
-            self._learn_time(size, drafts, verified, seconds, draft_steps)
+            self._learn_time(size, drafts, verified, seconds, draft_steps, predicted)
         if verified or offered is not None or beyond is not None:
+            self._off += tokens - expected
+            self._off_drafts += verified
             self._remember(slots, drafts, hits, stay, offered, allowed, beyond)
         elif self.steps % _PAUSE[size >= _MANY] == 0:
             self._plan = None
@@ -616,8 +616,24 @@ class Controller:
             step = (tokens, expected, seconds, predicted, pure_decode)
             self._write(request_ids, slots, drafts, hits, *step)
 
+    def _foreseen(self, slots: IntArray, drafts: IntArray) -> float:
+        """Tokens to expect of a step that verifies these drafts."""
+        table = self.acceptance.expected
+        if self.max_k == 0:
+            return float(len(slots))
+        if len(slots) == 1:
+            return 1.0 + float(table[slots[0], ACCEPT, min(int(drafts[0]), self.max_k)])
+        within = np.minimum(drafts, self.max_k)
+        return len(slots) + float(table[slots, ACCEPT, within].sum())
+
     def _learn_time(
-        self, size: int, drafts: IntArray, verified: int, seconds: float, draft_steps: int
+        self,
+        size: int,
+        drafts: IntArray,
+        verified: int,
+        seconds: float,
+        draft_steps: int,
+        predicted: float,
     ) -> None:
         if not 0.0 < seconds < math.inf:
             return
@@ -627,7 +643,7 @@ class Controller:
         if not self._typical:
             self._bank = _BANK * plain
         self._typical += (0.1 if self._typical else 1.0) * (plain - self._typical)
-        counted = min(seconds, 3.0 * self.cost.time(size, size + verified, draft_steps))
+        counted = min(seconds, 3.0 * predicted)
         self._all_seconds += counted
         limit = max(self._bank_limit(), self._bank)
         self._bank = min(self._bank + self.config.probe_share * counted, limit)
@@ -660,12 +676,10 @@ class Controller:
             drawn = int(drafts[mine].sum())
             if drawn:
                 self._hot = 10 * int(hits[mine].sum()) > 6 * drawn
-        pause = _PAUSE[len(slots) >= _MANY]
-        if (
-            len(self._pending) >= pause
-            or self.steps <= _YOUNG
-            or (probed is not None and self._hot)
-        ):
+        hot = probed is not None and self._hot
+        surprised = self._off * self._off > _SURPRISE * (1.0 + self._off_drafts)
+        enough = len(self._pending) >= _PAUSE[len(slots) >= _MANY]
+        if enough or surprised or hot or self.steps <= _YOUNG:
             self._learn()
 
     def _learn(self) -> None:
@@ -673,10 +687,10 @@ class Controller:
         if not self._pending:
             return
         slots, steps = self._pending_slots, self._pending
-        fields = ("drafts", "hits", "kept", "offered", "allowed", "beyond")
-        columns: list[Any] = [[getattr(step, name) for step in steps] for name in fields]
+        columns: Any = zip(*steps, strict=True)
         arrays = [None if column[0] is None else np.array(column) for column in columns]
-        hits = np.array(columns[1])
+        hits = arrays[1]
+        assert hits is not None
         shown = evidence(*arrays)  # type: ignore[arg-type]
         self.acceptance.learn(slots, shown, self.steps - self._learned_at)
         self._learned_at = self.steps
@@ -690,6 +704,7 @@ class Controller:
         else:
             self._promise_scale += 0.01 * (4.0 - self._promise_scale)
         steps.clear()
+        self._off = self._off_drafts = 0.0
         self._plan = None
 
     # Reports

@@ -157,7 +157,7 @@ class CostModel:
         self.observations += 1
         step = (requests, total, seconds, draft_steps, ragged)
         if self.observations > _FIRST:
-            count = self._learn(*step)
+            count = self._learn(*step, math.log(seconds / predicted))
             self._since_fit += 1
             if self._since_fit >= self._pause(count):
                 self._fit()
@@ -177,7 +177,8 @@ class CostModel:
         self._forget()
         for step, ratio in zip(self._first, ratios, strict=True):
             if 0.3 < ratio / self._scale < 3.0:
-                self._learn(*step)
+                b, n, seconds, draft_steps, ragged = step
+                self._learn(*step, math.log(seconds / self.time(b, n, draft_steps, ragged)))
                 self._fit()
 
     def _forget(self) -> None:
@@ -197,10 +198,15 @@ class CostModel:
         self._fit()
 
     def _learn(
-        self, requests: int, total: int, seconds: float, draft_steps: float, ragged: bool
+        self,
+        requests: int,
+        total: int,
+        seconds: float,
+        draft_steps: float,
+        ragged: bool,
+        innovation: float,
     ) -> int:
-        """Learn one step; returns how often its size had been seen."""
-        innovation = math.log(seconds / self.time(requests, total, draft_steps, ragged))
+        """Learn one step, given log(seconds / predicted); returns how often its size had been seen."""
         limit = _CLIP * self._noise
         clipped = max(-limit, min(limit, innovation))
         row = bisect_left(self._request_edges, requests)
