@@ -13,6 +13,7 @@ import torch
 from tests.support import synthetic_heads as synthetic
 from vllm_specx.draft.best_first import chain_length, fixed_tree, parallel_tree
 from vllm_specx.draft.checkpoints import CheckpointError, HeadWeights, TargetShape, load_heads
+from vllm_specx.draft.dense import Dense
 from vllm_specx.draft.depth_calibration import DepthCalibration
 from vllm_specx.draft.medusa import MedusaDrafter
 from vllm_specx.draft.medusa_config import MedusaConfig
@@ -325,3 +326,15 @@ def test_calibration_learns_the_rate() -> None:
 def test_configurations_that_cannot_work(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         MedusaConfig.model_validate({"heads": "x", **keys})
+
+
+@pytest.mark.parametrize("rows", [1, 4, 33, 64, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_products_are_products(rows: int, dtype: torch.dtype) -> None:
+    weight, x = torch.randn(96, 48).to(dtype), torch.randn(rows, 48).to(dtype)
+    dense = Dense(weight)
+    dense.pack()
+    exact = x.double() @ weight.double().T
+    found = dense(x)
+    assert found.dtype == dtype
+    assert torch.allclose(found.double(), exact, atol=0.15 if dtype == torch.bfloat16 else 1e-4)
