@@ -47,7 +47,7 @@ def stock_ngram(
 def draft_model(
     model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Engine, Path]]:
-    """vLLM's draft_model method with the target as its own draft: right, and as dear as can be."""
+    """vLLM's draft_model method with the target as its own draft: always right."""
     method = {"method": "draft_model", "model": model, "num_speculative_tokens": 4}
     engine, trace = start(model, tmp_path_factory.mktemp("draft_model"), method)
     yield engine, trace
@@ -72,10 +72,11 @@ def test_stock_ngram_is_cut_and_tokens_stay(
     assert len(drafted) > 2, "the draft length moved"
 
 
-def test_a_stock_draft_model_that_does_not_pay_is_used_less(
+def test_a_stock_draft_model_is_steered_and_tokens_stay(
     draft_model: tuple[Engine, Path], expected: list[list[int]]
 ) -> None:
-    """Every draft is right, and costs as much as the token it saves: K goes to 0 and stays low."""
+    """Every draft is right. With K=0 vLLM runs the draft's first forward all the same, so the
+    largest K is the best one here, found from a careful start."""
     engine, trace = draft_model
     before = engine.counters()
     assert ids(engine.chat(texts.ALL, batch=12, **LONG)) == expected
@@ -85,8 +86,9 @@ def test_a_stock_draft_model_that_does_not_pay_is_used_less(
     drafted = grown(before, after, "spec_decode_num_draft_tokens")
     accepted = grown(before, after, "spec_decode_num_accepted_tokens")
     assert 0 < accepted == drafted
-    chosen = [k for line in lines(trace) for k in line["next_k"]]
-    assert {0, 4} <= set(chosen) or len(set(chosen)) > 2, "K moved by itself"
+    chosen = {k for line in lines(trace) for k in line["next_k"]}
+    assert len(chosen) > 1, "K moved by itself"
+    assert max(chosen) == 4
 
 
 @pytest.mark.parametrize(("k", "most"), [(0, 0), (2, 2)])

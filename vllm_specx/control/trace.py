@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Mapping
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(f"vllm.{__name__}")
+
+MOST_SECONDS = 1.0
+"""What is in memory is written at the first record after this time."""
 
 
 class Trace:
@@ -21,6 +25,7 @@ class Trace:
         self._lines = lines
         self._buffer: list[str] = []
         self._file: TextIOWrapper | None = None
+        self._flushed = time.monotonic()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a", encoding="utf-8")
@@ -37,7 +42,9 @@ class Trace:
         if self._file is None:
             return
         self._buffer.append(json.dumps(record, separators=(",", ":")))
-        if len(self._buffer) >= self._lines:
+        now = time.monotonic()
+        if len(self._buffer) >= self._lines or now - self._flushed > MOST_SECONDS:
+            self._flushed = now
             self.flush()
 
     def flush(self) -> None:
