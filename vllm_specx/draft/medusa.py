@@ -14,6 +14,7 @@ from vllm_specx.draft.best_first import chain_length, fixed_tree, parallel_tree
 from vllm_specx.draft.checkpoints import CheckpointError, HeadWeights
 from vllm_specx.draft.dense import Dense
 from vllm_specx.draft.depth_calibration import DepthCalibration
+from vllm_specx.draft.lengths import goodput_lengths
 from vllm_specx.draft.medusa_config import MedusaConfig
 from vllm_specx.draft.medusa_heads import ParallelHeads, SequentialHeads, sequential_from
 from vllm_specx.draft.proposer import DraftContext
@@ -153,7 +154,7 @@ class MedusaDrafter:
         budgets = context.budgets[active]
         last = context.token_ids[context.rows[active], context.num_tokens[active] - 1]
         if self._config.topology == "chain":
-            made = self._chains(hidden, last, budgets)
+            made = self._chains(hidden, last, budgets, context.costs)
         elif self._parallel is not None:
             made = self._parallel_trees(hidden, budgets)
         else:
@@ -180,7 +181,9 @@ class MedusaDrafter:
     def _targets(self, draft_ids: torch.Tensor) -> torch.Tensor:
         return draft_ids if self._token_map is None else self._token_map[draft_ids]
 
-    def _chains(self, hidden: torch.Tensor, last: IntArray, budgets: IntArray) -> list[_Made]:
+    def _chains(
+        self, hidden: torch.Tensor, last: IntArray, budgets: IntArray, costs: FloatArray | None
+    ) -> list[_Made]:
         depth = min(self.depth, int(budgets.max()))
         if self._parallel is not None:
             logits = self.logits(hidden, depth)
@@ -188,9 +191,9 @@ class MedusaDrafter:
             chosen = torch.softmax(logits, -1).gather(-1, best[..., None])[..., 0]
             tokens, probabilities = _to_host(self._targets(best).T, chosen.T)
         else:
-            tokens, probabilities = self._sequential_chain(hidden, last, depth)
+            tokens, probabilities = self._sequential_chain(hidden, last, budgets, costs)
         acceptance = self._calibration.estimate(probabilities)
-        lengths = np.minimum(self._lengths(acceptance), budgets)
+        lengths = self._lengths(acceptance, budgets, costs)
         depths = np.arange(tokens.shape[1], dtype=np.int32)
         return [
             _Made(
@@ -202,22 +205,26 @@ class MedusaDrafter:
             for i, n in enumerate(lengths)
         ]
 
-    def _lengths(self, acceptance: FloatArray) -> npt.NDArray[np.intp]:
+    def _lengths(
+        self, acceptance: FloatArray, budgets: IntArray, costs: FloatArray | None
+    ) -> IntArray:
         if self._config.min_probability is None:
-            return chain_length(acceptance, self._token_cost)
+            if costs is not None and self._config.token_cost is None:
+                return goodput_lengths(np.cumprod(acceptance, axis=1), budgets, costs)
+            chosen = chain_length(acceptance, self._token_cost)
+            return np.minimum(chosen, budgets).astype(np.int32)
         reached = np.cumprod(acceptance, axis=1)
-        lengths: npt.NDArray[np.intp] = (reached >= self._config.min_probability).sum(axis=1)
-        return lengths
+        likely = (reached >= self._config.min_probability).sum(axis=1)
+        return np.minimum(likely, budgets).astype(np.int32)
 
     def _sequential_chain(
-        self, hidden: torch.Tensor, last: IntArray, depth: int
+        self, hidden: torch.Tensor, last: IntArray, budgets: IntArray, costs: FloatArray | None
     ) -> tuple[IntArray, npt.NDArray[np.float32]]:
         assert self._sequential is not None
         token = torch.from_numpy(last.astype(np.int64)).to(self._device, non_blocking=True)
         state = hidden
         tokens, probabilities = [], []
-        acceptance: list[FloatArray] = []
-        table = self._calibration
+        depth = min(self.depth, int(budgets.max()))
         for d in range(depth):
             state = self._sequential(state, self._embed(token))
             logits = self._logits(state)
@@ -228,9 +235,8 @@ class MedusaDrafter:
             if self._on_cpu and d + 1 < depth:
                 # No transfer here: on other devices every depth is drafted.
                 so_far = torch.stack(probabilities, 1).float().numpy()
-                estimated = table.estimate(so_far)
-                acceptance = [estimated]
-                if not (self._lengths(acceptance[0]) == d + 1).any():
+                acceptance = self._calibration.estimate(so_far)
+                if not (self._lengths(acceptance, budgets, costs) == d + 1).any():
                     break
         return _to_host(torch.stack(tokens, 1), torch.stack(probabilities, 1))
 
