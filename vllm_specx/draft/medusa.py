@@ -212,10 +212,12 @@ class MedusaDrafter:
             if costs is not None and self._config.token_cost is None:
                 return goodput_lengths(np.cumprod(acceptance, axis=1), budgets, costs)
             chosen = chain_length(acceptance, self._token_cost)
-            return np.minimum(chosen, budgets).astype(np.int32)
+            lengths: IntArray = np.minimum(chosen, budgets).astype(np.int32)
+            return lengths
         reached = np.cumprod(acceptance, axis=1)
         likely = (reached >= self._config.min_probability).sum(axis=1)
-        return np.minimum(likely, budgets).astype(np.int32)
+        lengths = np.minimum(likely, budgets).astype(np.int32)
+        return lengths
 
     def _sequential_chain(
         self, hidden: torch.Tensor, last: IntArray, budgets: IntArray, costs: FloatArray | None
