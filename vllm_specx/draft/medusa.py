@@ -210,7 +210,8 @@ class MedusaDrafter:
     ) -> IntArray:
         if self._config.min_probability is None:
             if costs is not None and self._config.token_cost is None:
-                return goodput_lengths(np.cumprod(acceptance, axis=1), budgets, costs)
+                reach: FloatArray = np.cumprod(acceptance, axis=1, dtype=np.float64)
+                return goodput_lengths(reach, budgets, costs)
             chosen = chain_length(acceptance, self._token_cost)
             lengths: IntArray = np.minimum(chosen, budgets).astype(np.int32)
             return lengths
