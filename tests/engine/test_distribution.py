@@ -225,7 +225,7 @@ STOCK = {
 }
 PROPOSERS: dict[str, dict[str, Any]] = {
     "specx:ngram": {"method": "specx:ngram", "num_speculative_tokens": 3, "min_probability": 0.0},
-    "stock ngram beside the plugin": {**STOCK, "specx": {}},
+    "stock ngram, cut by the controller": {**STOCK, "specx": {"controller": {"k_min": 1}}},
     "specx:medusa": {"method": "specx:medusa", "num_speculative_tokens": 3, "min_probability": 0.0},
 }
 FEW = 40
