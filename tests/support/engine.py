@@ -66,6 +66,7 @@ class Engine:
             "LD_PRELOAD": preload(),
             "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # idle engines are stopped, so no core need be free
             "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "36000",  # a step may be frozen in its middle
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a process fewer to start; servers keep theirs
             "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # `patches` sends a function to the worker
             **(env or {}),
         }
