@@ -84,6 +84,7 @@ def _create_engine_config(
         raise
     try:
         _choose_scheduler(vllm_config)
+        _check_heads(vllm_config)
     except ConfigError as error:
         _refuse(error, usage)
     return vllm_config
@@ -105,6 +106,18 @@ def _choose_scheduler(vllm_config: Any) -> None:
     _refuse_diverging_ranks(vllm_config, settings)
     name = "SpecxAsyncScheduler" if scheduler.async_scheduling else "SpecxScheduler"
     scheduler.scheduler_cls = f"vllm_specx.engine.scheduler.{name}"
+
+
+def _check_heads(vllm_config: Any) -> None:
+    """Draft heads that do not fit are refused here, before the target is loaded."""
+    settings = config.parse(vllm_config.additional_config[SELECTED])
+    if isinstance(settings, config.MedusaConfig):
+        from vllm_specx.draft.checkpoints import TargetShape, load_heads
+        from vllm_specx.engine.heads import local_folder
+
+        text = vllm_config.model_config.hf_text_config
+        vocab_size = vllm_config.model_config.get_vocab_size()
+        load_heads(local_folder(settings.heads), TargetShape(text.hidden_size, vocab_size))
 
 
 def _refuse_diverging_ranks(vllm_config: Any, settings: config.SpecxConfig) -> None:
