@@ -135,6 +135,20 @@ HOOKS: tuple[Hook, ...] = (
         ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
     ),
     Hook(
+        "vllm.v1.sample.rejection_sampler",
+        "sample_recovered_tokens",
+        "stock fault 7",
+        (
+            "max_spec_len",
+            "num_draft_tokens",
+            "cu_num_draft_tokens",
+            "draft_token_ids",
+            "draft_probs",
+            "target_probs",
+            "sampling_metadata",
+        ),
+    ),
+    Hook(
         "vllm.v1.sample.ops.topk_topp_sampler",
         "apply_top_k_only",
         "stock fault 6",

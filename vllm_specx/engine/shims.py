@@ -101,3 +101,48 @@ def mend_top_k_of_nothing() -> bool:
 def _apply_top_k_only(original: Any, logits: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = original(logits, k) if logits.shape[0] else logits
     return result
+
+
+def spare_unused_noise() -> None:
+    """Stock fault 7 (speed): a speculating engine draws a whole vocabulary of random numbers for each
+    request above T=0, for tokens that could replace rejected ones, also where nothing is drafted
+    (vllm/v1/sample/rejection_sampler.py `sample_recovered_tokens`, 0.32 and 0.33). At batch 32 on a CPU
+    that is a third of a step. Can go when vLLM draws them for drafted requests only."""
+    from vllm.v1.sample import rejection_sampler
+
+    wrap(rejection_sampler, "sample_recovered_tokens", _sample_recovered_tokens)
+
+
+def _sample_recovered_tokens(
+    original: Any,
+    max_spec_len: int,
+    num_draft_tokens: list[int],
+    cu_num_draft_tokens: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    target_probs: torch.Tensor,
+    sampling_metadata: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """The same for the requests that have drafts. Requests with a seed keep vLLM's own way, whose
+    random numbers go by the request's place; other devices keep it too, unless nothing is drafted."""
+    drafted = [i for i, count in enumerate(num_draft_tokens) if count]
+    if not drafted:
+        return torch.empty_like(draft_token_ids)
+    all_of_them = len(drafted) == len(num_draft_tokens)
+    if not all_of_them and not sampling_metadata.generators and draft_token_ids.is_cpu:
+        num_draft_tokens = [num_draft_tokens[i] for i in drafted]
+        cu_num_draft_tokens = cu_num_draft_tokens[torch.tensor(drafted)]
+    recovered: torch.Tensor = original(
+        max_spec_len,
+        num_draft_tokens,
+        cu_num_draft_tokens,
+        draft_token_ids,
+        draft_probs,
+        target_probs,
+        sampling_metadata,
+        *args,
+        **kwargs,
+    )
+    return recovered
