@@ -84,14 +84,15 @@ def _create_engine_config(
         error.add_note(f"vllm_specx: the speculative config was written as {before!r}")
         raise
     try:
-        _choose_scheduler(vllm_config)
-        _check_heads(vllm_config)
+        settings = config.parse(vllm_config.additional_config[SELECTED])
+        _choose_scheduler(vllm_config, settings)
+        _check_heads(vllm_config, settings)
     except ConfigError as error:
         _refuse(error, usage)
     return vllm_config
 
 
-def _choose_scheduler(vllm_config: Any) -> None:
+def _choose_scheduler(vllm_config: Any, settings: config.SpecxConfig) -> None:
     """Our scheduler, synchronous or not as vLLM decided."""
     scheduler = vllm_config.scheduler_config
     if vllm_config.speculative_config is None:
@@ -103,15 +104,13 @@ def _choose_scheduler(vllm_config: Any) -> None:
             scheduler.scheduler_cls,
         )
         return
-    settings = config.parse(vllm_config.additional_config[SELECTED])
     _refuse_diverging_ranks(vllm_config, settings)
     name = "SpecxAsyncScheduler" if scheduler.async_scheduling else "SpecxScheduler"
     scheduler.scheduler_cls = f"vllm_specx.engine.scheduler.{name}"
 
 
-def _check_heads(vllm_config: Any) -> None:
+def _check_heads(vllm_config: Any, settings: config.SpecxConfig) -> None:
     """Draft heads that do not fit are refused here, before the target is loaded."""
-    settings = config.parse(vllm_config.additional_config[SELECTED])
     if isinstance(settings, config.MedusaConfig):
         from vllm_specx.draft.checkpoints import TargetShape, load_heads
         from vllm_specx.engine.heads import local_folder

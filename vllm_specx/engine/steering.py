@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +58,6 @@ class _Drafts:
     cut: int = -1
 
 
-@dataclass(slots=True)
-class _Choice:
-    requests: list[str] = field(default_factory=list)
-    k: list[int] = field(default_factory=list)
-
-
 class Steering:
     """One a scheduler. Every method may raise; the scheduler switches it off then."""
 
@@ -95,7 +89,7 @@ class Steering:
         )
         self._steps: dict[int, _Step] = {}
         self._drafts: dict[str, _Drafts] = {}
-        self._choice = _Choice()
+        self._chosen: dict[str, int] = {}
         self._ended = 0.0
         self._costs: npt.NDArray[np.float64] | None = None
         self._costs_for = (-1, -1)
@@ -159,7 +153,7 @@ class Steering:
 
     def _choose(self, output: Any, request_ids: list[str]) -> int:
         """Set K of the drafts that follow this step. Returns the draft steps it takes."""
-        self._choice = _Choice()
+        self._chosen = {}
         if not request_ids:
             return 0
         if self.self_paced or self.after_drafting:
@@ -171,7 +165,7 @@ class Steering:
                 setattr(output, PLAN, DraftPlan(limits, costs))
             return 0
         decision = self.controller.decide(request_ids)
-        self._choice = _Choice(request_ids, decision.k.tolist())
+        self._chosen = dict(zip(request_ids, decision.k.tolist(), strict=True))
         output.num_spec_tokens_to_schedule = decision.uniform_k
         return max(decision.uniform_k, 1)
 
@@ -193,7 +187,7 @@ class Steering:
             k = self.controller.decide(list(request_ids), offered=offered).k.tolist()
             limits = dict(zip(request_ids, k, strict=True))
         else:
-            limits = dict(zip(self._choice.requests, self._choice.k, strict=True))
+            limits = self._chosen
         kept = []
         for request_id, draft in zip(request_ids, drafts, strict=True):
             limit = limits.get(request_id, len(draft))
