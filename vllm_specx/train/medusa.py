@@ -287,7 +287,7 @@ class Trainer:
         with torch.no_grad():
             for mean, new in zip(self.average.parameters(), self.heads.parameters(), strict=True):
                 mean.lerp_(new, 1.0 - decay)
-        return float(loss), accuracy
+        return float(loss.detach()), accuracy
 
     def validate(self) -> Acceptance:
         """Greedy acceptance of the averaged heads on held-out greedy answers."""
