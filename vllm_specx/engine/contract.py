@@ -135,6 +135,12 @@ HOOKS: tuple[Hook, ...] = (
         ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"),
     ),
     Hook(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner._sample",
+        "stock fault 7",
+        ("logits", "spec_decode_metadata"),
+    ),
+    Hook(
         "vllm.v1.sample.rejection_sampler",
         "sample_recovered_tokens",
         "stock fault 7",

@@ -48,7 +48,7 @@ def activate_worker(vllm_config: Any) -> None:
     install_runner_seams()
     shims.mend_expand_kernel()
     shims.mend_top_k_of_nothing()
-    shims.spare_unused_noise()
+    shims.spare_unused_work()
 
 
 def selected(vllm_config: Any) -> bool:
