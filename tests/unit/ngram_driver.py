@@ -22,6 +22,7 @@ class Request:
     tokens: list[int]
     pool: str | None = "default"
     sampled: list[int] = field(default_factory=list)
+    temperature: float = 0.0
 
 
 class Runner:
@@ -61,7 +62,7 @@ class Runner:
                 num_prompt_tokens=np.array([r.prompt for r in requests], np.int32),
                 sampled=[r.sampled for r in requests],
                 budgets=np.broadcast_to(np.asarray(budget, np.int32), (size,)),
-                temperatures=np.zeros(size, np.float32),
+                temperatures=np.array([r.temperature for r in requests], np.float32),
                 pools=[r.pool for r in requests],
                 finished=self.finished,
                 vocab_size=vocab_size,

@@ -7,7 +7,7 @@ import pytest
 from ngram_driver import Request, Runner, lookahead
 
 from vllm_specx.draft import ngram_kernels as kernels
-from vllm_specx.draft.calibration import initial_weights
+from vllm_specx.draft.calibration import initial_weights, kind_of
 
 
 def features(length: int = 5, votes: int = 0, agreement: int = 5) -> np.ndarray[tuple[int], np.dtype[np.int32]]:  # fmt: skip
@@ -24,7 +24,7 @@ def features(length: int = 5, votes: int = 0, agreement: int = 5) -> np.ndarray[
 
 def test_weights_fit_the_kernels() -> None:
     weights = initial_weights()
-    assert weights.shape == (kernels.WEIGHTS,)
+    assert weights.shape == (3 * kernels.WEIGHTS,)
     assert weights.dtype == np.float64
     assert kernels.length_bucket(64) == kernels.LENGTH_BUCKETS - 1
     assert kernels.aligned_bucket(9, 99) == kernels.LENGTH_BUCKETS - 1
@@ -127,6 +127,27 @@ def test_a_trimmed_draft_teaches_what_is_known() -> None:
     kernels.learn(expected, known, True)
     runner.step([one])
     assert np.array_equal(proposer.weights, expected)
+
+
+def test_kinds_of_requests_teach_only_their_own() -> None:
+    """What sampled requests show does not change what is expected of greedy ones."""
+    assert [kind_of(t) for t in (0.0, 0.3, 0.84, 0.85, 1.5)] == [0, 1, 1, 2, 2]
+    proposer = lookahead(token_cost=0.001)
+    runner = Runner(proposer)
+    before = proposer.weights.copy()
+    one = Request("a", 1, [1, 2, 3] * 20, sampled=[3], temperature=1.0)
+    runner.step([one])
+    one.tokens += [7]
+    one.sampled = [7]
+    runner.step([one])
+    changed = np.flatnonzero(proposer.weights != before)
+    assert len(changed)
+    assert (changed >= 2 * kernels.WEIGHTS).all()
+    start = initial_weights().reshape(3, -1)
+    greedy, free = (
+        kernels.estimate(start[kind], features()) for kind in (kind_of(0.0), kind_of(1.0))
+    )
+    assert free < greedy
 
 
 def test_a_request_that_misleads_drafts_less() -> None:

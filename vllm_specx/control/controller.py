@@ -254,8 +254,8 @@ class Controller:
             best, ragged = self._best(slots, usable, floor), True
             if self.config.per_request == "auto" and len(slots) > 1 and best.any():
                 even = self._best_uniform(slots, usable, floor)
-                uneven = self._goodputs(slots, best[None], True)[0]
-                if self._goodputs(slots, even[None], False)[0] * (1.0 + _UNEVEN) >= uneven:
+                values = self._goodputs(slots, np.stack([even, best]))
+                if values[0] * (1.0 + _UNEVEN) >= values[1]:
                     best, ragged = even, False
         k = self._settle(slots, best, usable, floor, ragged)
         free = (self._fixed[slots] < 0) & (cap > k)
@@ -265,7 +265,7 @@ class Controller:
         return self._plan
 
     def _answer(self, slots: IntArray, k: IntArray, ragged: bool, probe: bool) -> Decision:
-        tokens, seconds = self._expect(slots, k[None], ragged)
+        tokens, seconds = self._expect(slots, k[None])
         most = int(k.max())
         uniform = not ragged or most == int(k.min())
         return Decision(
@@ -327,7 +327,7 @@ class Controller:
             got, used = np.full(len(order) + 1, size, float), np.full(len(order) + 1, size, float)
             got[1:] += gains.cumsum()
             used[1:] += costs.cumsum()
-            goodput = got / self.cost.times(size, used)
+            goodput = got / self.cost.times(size, used, ragged=(used > size) & (size > 1))
             goodput[:forced] = -1.0
             chosen = order[: int(goodput.argmax())]
         return np.bincount(chosen // deepest, minlength=size)
@@ -350,7 +350,7 @@ class Controller:
         got = size + np.where(inside, gains, 0.0).cumsum(axis=1)
         used = size + np.where(inside, costs, 0.0).cumsum(axis=1)
         steps = np.maximum(caps, (order[:forced] % deepest + 1).max(initial=0))
-        goodput = got / self.cost.times(size, used, steps)
+        goodput = got / self.cost.times(size, used, steps, size > 1)
         if forced:
             goodput[:, : forced - 1] = -1.0
         row, column = divmod(int(goodput.argmax()), len(order))
@@ -362,13 +362,11 @@ class Controller:
         """int [B]: the best single K; requests whose limit is lower get their limit."""
         ks = np.arange(int(cap.max()) + 1)
         choices = np.clip(ks[:, None], floor, cap)
-        value = self._goodputs(slots, choices, False)
+        value = self._goodputs(slots, choices)
         best: IntArray = choices[int(value.argmax())]
         return best
 
-    def _expect(
-        self, slots: IntArray, choices: IntArray, ragged: bool
-    ) -> tuple[FloatArray, FloatArray]:
+    def _expect(self, slots: IntArray, choices: IntArray) -> tuple[FloatArray, FloatArray]:
         """Tokens and seconds [choices] of K vectors [choices, B]."""
         size = len(slots)
         expected = self.acceptance.expected
@@ -378,10 +376,12 @@ class Controller:
         else:
             tokens = size + expected[slots, ACCEPT, choices].sum(-1)
             totals = size + choices.sum(-1)
-        return tokens, self.cost.times(size, totals, choices.max(-1), ragged)
+        most = choices.max(-1)
+        uneven = (most > 0) & (self.varying | (choices.min(-1) < most)) & (size > 1)
+        return tokens, self.cost.times(size, totals, most, uneven)
 
-    def _goodputs(self, slots: IntArray, choices: IntArray, ragged: bool) -> FloatArray:
-        tokens, seconds = self._expect(slots, choices, ragged)
+    def _goodputs(self, slots: IntArray, choices: IntArray) -> FloatArray:
+        tokens, seconds = self._expect(slots, choices)
         return tokens / seconds
 
     def _settle(
@@ -407,7 +407,7 @@ class Controller:
         if self._turns >= 1.0 and not np.array_equal(old, best):
             rested = min(self._turns / self.config.changes_per_100_steps, 1.0)
             margin = self.config.hysteresis * (1.0 - 0.8 * rested)
-            value = self._goodputs(slots, np.stack([old, best]), ragged)
+            value = self._goodputs(slots, np.stack([old, best]))
             if value[1] > value[0] * (1.0 + margin) or (
                 ragged
                 and size > 1
@@ -429,9 +429,10 @@ class Controller:
         tokens = 1.0 + expected[slots, PROGRESS if self.varying else ACCEPT, both]
         spent = expected[slots, OFFER, both] if self.varying else both
         total, used, steps = tokens[0].sum(), size + spent[0].sum(), int(old.max())
-        now = total / self.cost.time(size, used, steps)
+        after = used + spent[1] - spent[0]
+        now = total / self.cost.time(size, used, steps, used > size)
         swapped = (total + tokens[1] - tokens[0]) / self.cost.times(
-            size, used + spent[1] - spent[0], steps
+            size, after, steps, after > size
         )
         return bool((swapped > now * (1.0 + margin * tokens[0] / total)).any())
 
@@ -512,7 +513,7 @@ class Controller:
 
     def _affordable(self, plan: _Plan, trial: IntArray, burst: bool) -> bool:
         """Whether what was saved pays for a trial; if so, it is paid."""
-        tokens, seconds = self._expect(plan.slots, np.stack([plan.k, trial]), plan.ragged)
+        tokens, seconds = self._expect(plan.slots, np.stack([plan.k, trial]))
         plain = float(seconds[0])
         lost = float(seconds[1]) - plain * float(tokens[1] / tokens[0])
         lost = max(lost, 0.004 * plain)
@@ -560,7 +561,7 @@ class Controller:
             most,
             most == int(k.min()),
             size + float(until.sum()),
-            self.cost.time(size, size + int(k.sum())),
+            self.cost.time(size, size + int(k.sum()), ragged=_uneven(k)),
         )
         return self._decision
 
@@ -603,9 +604,10 @@ class Controller:
         expected = self._foreseen(slots, drafts)
         self._token_errors[0] += 0.02 * (expected - self._token_errors[0])
         self._token_errors[1] += 0.02 * (tokens - self._token_errors[1])
-        predicted = self.cost.time(size, size + verified, draft_steps)
+        uneven = _uneven(drafts)
+        predicted = self.cost.time(size, size + verified, draft_steps, uneven)
         if pure_decode:
-            self._learn_time(size, drafts, verified, seconds, draft_steps, predicted)
+            self._learn_time(size, verified, seconds, draft_steps, uneven, predicted)
         if verified or offered is not None or beyond is not None:
             self._off += tokens - expected
             self._off_drafts += verified
@@ -629,16 +631,15 @@ class Controller:
     def _learn_time(
         self,
         size: int,
-        drafts: IntArray,
         verified: int,
         seconds: float,
         draft_steps: int,
+        uneven: bool,
         predicted: float,
     ) -> None:
         if not 0.0 < seconds < math.inf:
             return
-        ragged = size > 1 and verified > 0 and bool((drafts != drafts[0]).any())
-        self.cost.observe(size, size + verified, seconds, draft_steps, ragged)
+        self.cost.observe(size, size + verified, seconds, draft_steps, uneven)
         plain = self.cost.time(size, size)
         if not self._typical:
             self._bank = _BANK * plain
@@ -768,6 +769,11 @@ class Controller:
         for name in ("_k", "_cap", "_fixed", "_start", "_fresh", "_seen_at", "_promised"):
             old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros(size, old.dtype)]))
+
+
+def _uneven(drafts: IntArray) -> bool:
+    """Whether requests of one step verify different numbers of draft tokens."""
+    return len(drafts) > 1 and bool((drafts != drafts[0]).any())
 
 
 def _ladder(deepest: int) -> IntArray:

@@ -87,18 +87,19 @@ class CostModel:
         requests: int,
         totals: npt.ArrayLike,
         draft_steps: npt.ArrayLike = 0,
-        ragged: bool = False,
+        ragged: npt.ArrayLike = False,
     ) -> FloatArray:
         """float64, the shape of totals: seconds of steps with `requests` requests and totals tokens.
 
-        totals: N = requests + verified draft tokens; fractions are interpolated. draft_steps
-        broadcasts against it.
+        totals: N = requests + verified draft tokens; fractions are interpolated. draft_steps and
+        ragged (whether the requests differ in their number of tokens) broadcast against it.
         """
         at = np.asarray(totals, np.float64)
         seconds: FloatArray = np.interp(at, self._tokens, self._row(requests))
         if self.draft_step > 0.0:
             seconds = seconds + self._draft_step * np.asarray(draft_steps, np.float64)
-        return seconds * (self._now * math.exp(self._ragged) if ragged else self._now)
+        factor: FloatArray = np.where(ragged, self._now * math.exp(self._ragged), self._now)
+        return seconds * factor
 
     def time(
         self, requests: int, total: float, draft_steps: float = 0, ragged: bool = False

@@ -42,6 +42,26 @@ _VOTE = np.array(
 _AGREEMENT = np.array([0.35, 0.4, 0.55, 0.7, 0.8, 0.95, 1.05, 1.15, 1.2, 1.5])
 
 
+# Each kind of request has weights of its own: greedy, mildly sampled, freely sampled. A sampled token
+# comes true less often; by how much less in log-odds:
+_SAMPLED = (0.0, 0.5, 1.0)
+FREELY = 0.85
+"""The temperature from which sampling is free."""
+
+
+def kind_of(temperature: float) -> int:
+    """The kind of a request: 0 greedy, 1 mildly sampled, 2 freely sampled."""
+    if temperature <= 0.0:
+        return 0
+    return 1 if temperature < FREELY else 2
+
+
 def initial_weights() -> FloatArray:
-    """float64 [kernels.WEIGHTS]: log-odds of each feature, in the order of the kernels' offsets."""
-    return np.concatenate([_LENGTH.ravel(), _COUNT.ravel(), _VOTE.ravel(), _AGREEMENT])
+    """float64 [kinds * kernels.WEIGHTS]: log-odds of each feature, in the order of the kernels' offsets."""
+    return np.concatenate(
+        [
+            part
+            for less in _SAMPLED
+            for part in (_LENGTH.ravel(), _COUNT.ravel(), _VOTE.ravel(), _AGREEMENT - less)
+        ]
+    )

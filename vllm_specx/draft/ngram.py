@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_specx.config import NgramConfig, PoolConfig
-from vllm_specx.draft.calibration import initial_weights
+from vllm_specx.draft.calibration import initial_weights, kind_of
 from vllm_specx.draft.ngram_arena import Arena
 from vllm_specx.draft.ngram_kernels import (
     ALIGNED_SOURCE,
@@ -28,6 +28,8 @@ from vllm_specx.draft.ngram_kernels import (
     POOL,
     PROMPT,
     SHADOW,
+    WEIGHTS,
+    WEIGHTS_AT,
     FloatArray,
     IntArray,
     LongArray,
@@ -185,13 +187,14 @@ class NgramLookahead:
                 int(num_tokens[i]),
                 int(context.num_prompt_tokens[i]),
                 context.pools[i],
+                kind_of(float(context.temperatures[i])),
             )
         full = (slots >= 0) & (self._record[slots, CAPACITY] < num_tokens)
         for i in np.flatnonzero(full):
             self._enlarge(int(slots[i]), int(num_tokens[i]))
         return slots
 
-    def _admit(self, request_id: str, length: int, prompt: int, pool: str | None) -> int:
+    def _admit(self, request_id: str, length: int, prompt: int, pool: str | None, kind: int) -> int:
         if not self._free:
             self._forget_longest_unseen()
         if not self._free:
@@ -203,6 +206,7 @@ class NgramLookahead:
         record[:] = 0
         record[[POOL, LEAD_SOURCE, ALIGNED_SOURCE]] = -1
         record[PROMPT] = prompt
+        record[WEIGHTS_AT] = kind * WEIGHTS
         if pool is not None and self.config.pool.enabled:
             record[POOL] = self.pool.join(pool)
         self._agreement[slot] = 0.5

@@ -40,8 +40,8 @@ BARRIER = np.int32(-(2**31))
 
 # Fields of a request's record: int64 [requests, FIELDS].
 OFFSET, CAPACITY, LENGTH, PROMPT, POOL, SHADOW, LEAD_SOURCE, LEAD, LEAD_LENGTH = range(9)
-ALIGNED_SOURCE, ALIGNED, ANCHOR, AGREED, RUN, MISSES = range(9, 15)
-FIELDS = 15
+ALIGNED_SOURCE, ALIGNED, ANCHOR, AGREED, RUN, MISSES, WEIGHTS_AT = range(9, 16)
+FIELDS = 16
 
 # Fields of the pool's state: int64 [POOL_FIELDS]. Positions only grow; position & mask is the place.
 TAIL, END, INDEXED, POOL_MASK, HEAD_MASK, DOC_MASK = range(6)
@@ -66,6 +66,7 @@ COUNT_WEIGHTS = LENGTH_WEIGHTS + SOURCES * LENGTH_BUCKETS
 VOTE_WEIGHTS = COUNT_WEIGHTS + SOURCES * COUNT_BUCKETS
 AGREEMENT_WEIGHTS = VOTE_WEIGHTS + SOURCES * VOTE_BUCKETS
 WEIGHTS = AGREEMENT_WEIGHTS + AGREEMENT_BUCKETS
+"""Of requests of one kind (calibration.py: greedy, sampled); WEIGHTS_AT is where a request's begin."""
 
 MAX_WALK = 32
 """Chain links followed at one level."""
@@ -461,8 +462,9 @@ def _odds(
     kind = min(source, ALIGNED_OWN)
     bucket = aligned_bucket(length, record[RUN]) if kind == ALIGNED_OWN else length_bucket(length)
     count = r.counts[record[OFFSET] + _count_place(token, record[CAPACITY])]
-    features[0] = LENGTH_WEIGHTS + kind * LENGTH_BUCKETS + bucket
-    features[1] = COUNT_WEIGHTS + kind * COUNT_BUCKETS + count_bucket(count)
+    first = record[WEIGHTS_AT]
+    features[0] = first + LENGTH_WEIGHTS + kind * LENGTH_BUCKETS + bucket
+    features[1] = first + COUNT_WEIGHTS + kind * COUNT_BUCKETS + count_bucket(count)
     return np.exp(weights[features[0]] + weights[features[1]])
 
 
@@ -493,6 +495,7 @@ def _predict(
     record = r.record[slot]
     base = record[OFFSET]
     n = record[LENGTH]
+    first = record[WEIGHTS_AT]
     mask = s.state[POOL_MASK]
     bucket = min(AGREEMENT_BUCKETS - 1, int(r.agreement[slot] * AGREEMENT_BUCKETS))
     cumulative = 1.0
@@ -551,8 +554,8 @@ def _predict(
         count = kept
         _odds(r, slot, source[lead], length[lead] + d, chosen, weights, features)
         kind = min(source[lead], ALIGNED_OWN)
-        features[2] = VOTE_WEIGHTS + kind * VOTE_BUCKETS + vote_bucket(share, kept)
-        features[3] = AGREEMENT_WEIGHTS + bucket
+        features[2] = first + VOTE_WEIGHTS + kind * VOTE_BUCKETS + vote_bucket(share, kept)
+        features[3] = first + AGREEMENT_WEIGHTS + bucket
         cumulative *= estimate(weights, features)
         out[d] = chosen
         reach[d] = cumulative

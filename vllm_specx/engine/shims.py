@@ -143,24 +143,56 @@ def _sample_recovered_tokens(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """The same for the requests that have drafts. Requests with a seed keep vLLM's own way, whose
-    random numbers go by the request's place; other devices keep it too, unless nothing is drafted."""
+    """The same distribution from one random number a draft token, on a CPU.
+
+    Requests with a seed keep vLLM's own way, whose random numbers go by the request's place; other
+    devices keep it too, unless nothing is drafted.
+    """
     drafted = [i for i, count in enumerate(num_draft_tokens) if count]
     if not drafted:
         return torch.empty_like(draft_token_ids)
-    all_of_them = len(drafted) == len(num_draft_tokens)
-    if not all_of_them and not sampling_metadata.generators and draft_token_ids.is_cpu:
-        num_draft_tokens = [num_draft_tokens[i] for i in drafted]
-        cu_num_draft_tokens = cu_num_draft_tokens[torch.tensor(drafted)]
-    recovered: torch.Tensor = original(
-        max_spec_len,
-        num_draft_tokens,
-        cu_num_draft_tokens,
-        draft_token_ids,
-        draft_probs,
-        target_probs,
-        sampling_metadata,
-        *args,
-        **kwargs,
-    )
+    seeded = any(i in sampling_metadata.generators for i in drafted)
+    if seeded or not draft_token_ids.is_cpu:
+        recovered: torch.Tensor = original(
+            max_spec_len,
+            num_draft_tokens,
+            cu_num_draft_tokens,
+            draft_token_ids,
+            draft_probs,
+            target_probs,
+            sampling_metadata,
+            *args,
+            **kwargs,
+        )
+        return recovered
+    recovered = torch.zeros_like(draft_token_ids)
+    counts = torch.tensor(num_draft_tokens)
+    sampled = (sampling_metadata.temperature > 0).repeat_interleave(counts).nonzero()[:, 0]
+    recovered[sampled] = sample_residual(
+        target_probs[sampled],
+        draft_token_ids[sampled],
+        None if draft_probs is None else draft_probs[sampled],
+    ).to(recovered.dtype)
     return recovered
+
+
+def sample_residual(
+    target_probs: torch.Tensor, draft_token_ids: torch.Tensor, draft_probs: torch.Tensor | None
+) -> torch.Tensor:
+    """int64 [N]: a token in place of each rejected draft token, from max(p - q, 0) made to sum to one.
+
+    target_probs p: float32 [N, V], overwritten; draft_probs q: float32 [N, V], or None where the
+    draft was certain of its token; draft_token_ids: int [N]. By the inverse of the cumulative
+    distribution (arXiv 2211.17192, theorem 1).
+    """
+    size, vocab = target_probs.shape
+    if draft_probs is None:
+        # No draft token lies outside the vocabulary, but a grammar leaves -1 where it forbids one.
+        rows = ((draft_token_ids >= 0) & (draft_token_ids < vocab)).nonzero()[:, 0]
+        target_probs[rows, draft_token_ids[rows].long()] = 0.0
+    else:
+        target_probs.sub_(draft_probs).clamp_(min=0.0)
+    below = target_probs.cumsum(dim=-1, dtype=torch.float64)
+    at = torch.rand(size, 1, dtype=torch.float64) * below[:, -1:]
+    chosen = torch.searchsorted(below, at, right=True)[:, 0]
+    return chosen.clamp_(max=vocab - 1)
