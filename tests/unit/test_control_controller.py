@@ -366,3 +366,24 @@ def test_trace_explains_each_step(tmp_path: Path) -> None:
         controller=Controller(ControllerConfig(), 16, varying=False),
     )
     assert [k.tolist() for k in plain.ks] == [k.tolist() for k in done.ks]
+
+
+@pytest.mark.parametrize("varying", [True, False])
+def test_what_uneven_steps_cost_is_part_of_what_is_foreseen(varying: bool, tmp_path: Path) -> None:
+    """Steps that verify one draft token of eight requests are a tenth slower than plain ones."""
+    trace = tmp_path / "trace.jsonl"
+    controller = Controller(ControllerConfig(trace=str(trace)), 4, varying=varying)
+    ids = [str(i) for i in range(8)]
+    for step in range(300):
+        drafted = np.zeros(8, np.int64)
+        drafted[step % 8] = step % 2
+        controller.decide(ids)
+        seconds = 0.050 if step % 2 else 0.045
+        controller.observe(ids, drafted=drafted, accepted=np.zeros(8, np.int64), seconds=seconds)
+    controller.close()
+    plain, one = controller.cost.times(8, [8, 9], ragged=[False, not varying])
+    assert plain == pytest.approx(0.045, rel=0.02)
+    assert one == pytest.approx(0.050, rel=0.02)
+    lines = [json.loads(line) for line in trace.read_text().splitlines()][100:]
+    for line in lines:
+        assert line["expected_seconds"] == pytest.approx(line["seconds"], rel=0.03)

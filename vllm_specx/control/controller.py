@@ -327,7 +327,8 @@ class Controller:
             got, used = np.full(len(order) + 1, size, float), np.full(len(order) + 1, size, float)
             got[1:] += gains.cumsum()
             used[1:] += costs.cumsum()
-            goodput = got / self.cost.times(size, used, ragged=(used > size) & (size > 1))
+            uneven = (used > size) & (size > 1) & (not self.varying)
+            goodput = got / self.cost.times(size, used, ragged=uneven)
             goodput[:forced] = -1.0
             chosen = order[: int(goodput.argmax())]
         return np.bincount(chosen // deepest, minlength=size)
@@ -350,7 +351,7 @@ class Controller:
         got = size + np.where(inside, gains, 0.0).cumsum(axis=1)
         used = size + np.where(inside, costs, 0.0).cumsum(axis=1)
         steps = np.maximum(caps, (order[:forced] % deepest + 1).max(initial=0))
-        goodput = got / self.cost.times(size, used, steps, size > 1)
+        goodput = got / self.cost.times(size, used, steps, size > 1 and not self.varying)
         if forced:
             goodput[:, : forced - 1] = -1.0
         row, column = divmod(int(goodput.argmax()), len(order))
@@ -377,8 +378,15 @@ class Controller:
             tokens = size + expected[slots, ACCEPT, choices].sum(-1)
             totals = size + choices.sum(-1)
         most = choices.max(-1)
-        uneven = (most > 0) & (self.varying | (choices.min(-1) < most)) & (size > 1)
+        uneven = False if self.varying else choices.min(-1) < most
         return tokens, self.cost.times(size, totals, most, uneven)
+
+    def _uneven(self, drafts: IntArray) -> bool:
+        """Whether requests of one step verify different numbers of draft tokens by choice.
+
+        Drafts that vary are hardly ever even, so what that costs is part of their step times.
+        """
+        return not self.varying and len(drafts) > 1 and bool((drafts != drafts[0]).any())
 
     def _goodputs(self, slots: IntArray, choices: IntArray) -> FloatArray:
         tokens, seconds = self._expect(slots, choices)
@@ -430,9 +438,10 @@ class Controller:
         spent = expected[slots, OFFER, both] if self.varying else both
         total, used, steps = tokens[0].sum(), size + spent[0].sum(), int(old.max())
         after = used + spent[1] - spent[0]
-        now = total / self.cost.time(size, used, steps, used > size)
+        uneven = not self.varying
+        now = total / self.cost.time(size, used, steps, uneven and used > size)
         swapped = (total + tokens[1] - tokens[0]) / self.cost.times(
-            size, after, steps, after > size
+            size, after, steps, uneven & (after > size)
         )
         return bool((swapped > now * (1.0 + margin * tokens[0] / total)).any())
 
@@ -561,7 +570,7 @@ class Controller:
             most,
             most == int(k.min()),
             size + float(until.sum()),
-            self.cost.time(size, size + int(k.sum()), ragged=_uneven(k)),
+            self.cost.time(size, size + int(k.sum()), ragged=self._uneven(k)),
         )
         return self._decision
 
@@ -604,7 +613,7 @@ class Controller:
         expected = self._foreseen(slots, drafts)
         self._token_errors[0] += 0.02 * (expected - self._token_errors[0])
         self._token_errors[1] += 0.02 * (tokens - self._token_errors[1])
-        uneven = _uneven(drafts)
+        uneven = self._uneven(drafts)
         predicted = self.cost.time(size, size + verified, draft_steps, uneven)
         if pure_decode:
             self._learn_time(size, verified, seconds, draft_steps, uneven, predicted)
@@ -769,11 +778,6 @@ class Controller:
         for name in ("_k", "_cap", "_fixed", "_start", "_fresh", "_seen_at", "_promised"):
             old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros(size, old.dtype)]))
-
-
-def _uneven(drafts: IntArray) -> bool:
-    """Whether requests of one step verify different numbers of draft tokens."""
-    return len(drafts) > 1 and bool((drafts != drafts[0]).any())
 
 
 def _ladder(deepest: int) -> IntArray:

@@ -176,9 +176,7 @@ class Steering:
         now = (batch, self.controller.steps // COSTS_EVERY)
         if now != self._costs_for or self._costs is None:
             most = min(batch * self.max_k, COSTS_KNOWN)
-            drafts = np.arange(most + 1.0)
-            # Drafts of a lookahead differ in length from request to request.
-            self._costs = cost.times(batch, batch + drafts, ragged=(drafts > 0) & (batch > 1))
+            self._costs = cost.times(batch, batch + np.arange(most + 1.0))
             self._costs_for = now
         return self._costs
 
