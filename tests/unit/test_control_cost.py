@@ -139,7 +139,8 @@ def test_more_tokens_never_take_less_time(steps: list[tuple[int, int, float]]) -
         assert (times > 0).all()
         assert np.isfinite(times).all()
         assert (np.diff(times) >= -1e-12).all()
-        assert (cost.marginal(batch, [batch, 2 * batch]) >= -1e-12).all()
+        totals = np.array([batch, 2 * batch])
+        assert (cost.times(batch, totals + 1) - cost.times(batch, totals) >= -1e-12).all()
         assert times[3] == pytest.approx(cost.time(batch, batch + 3))
 
 
@@ -157,3 +158,24 @@ def test_the_prior_follows_the_model() -> None:
     assert CostPrior.from_model(2e9, on_gpu=False).token / small.fixed > small.token / small.fixed
     cpu = CostModel(4, 40, CostPrior.from_model(270e6, on_gpu=False))
     assert cpu.time(1, 5) > cpu.time(1, 1)
+
+
+def test_caution_until_steps_without_drafts_are_known() -> None:
+    """Three slow steps without drafts, and many with one: that one token does not look free."""
+    cost = CostModel(32, 32 * 33)
+    random = np.random.default_rng(0)
+    for n in (5, 9, 2, 7, 12, 3) * 20:
+        cost.observe(1, 1 + n, (0.030 + 0.002 * n) * float(random.lognormal(0, 0.02)))
+    for _ in range(3):
+        cost.observe(4, 4, 0.0385)
+    for _ in range(40):
+        cost.observe(4, 5, 0.038 * float(random.lognormal(0, 0.02)))
+    known = cost.times(4, 4 + np.arange(9.0))
+    assert known[1] - known[0] < 0.001
+    told = cost.cautious(4, 8)
+    assert told[0] == known[0]
+    assert 0.001 < told[1] - told[0] < 0.003
+    assert (told >= known).all()
+    for _ in range(12):
+        cost.observe(4, 4, 0.0378 * float(random.lognormal(0, 0.02)))
+    assert cost.cautious(4, 8)[:2] == pytest.approx(cost.times(4, [4, 5]))

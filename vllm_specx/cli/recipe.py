@@ -6,10 +6,10 @@ import sysconfig
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 import vllm_specx
+from vllm_specx import documents
 from vllm_specx.config import ConfigError, nearest
 
 SUFFIXES = (".yaml", ".yml")
@@ -81,29 +81,4 @@ def find(recipe: str) -> Path:
 
 def load(path: Path) -> Recipe:
     """Read and validate a recipe. Raises ConfigError, one sentence that names file, key and fix."""
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f" line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "it cannot be parsed"
-        raise ConfigError(f"{path}{place} is not valid YAML: {problem}.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} is not a recipe: it must be a mapping with the key 'name'.")
-    try:
-        return Recipe.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {_sentence(error)}") from None
-
-
-def _sentence(error: ValidationError) -> str:
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"] if part != "[key]")
-    if first["type"] == "extra_forbidden":
-        return f"unknown key '{key}'; {nearest(key, list(Recipe.model_fields))}"
-    if first["type"] == "missing":
-        return f"the key '{key}' is missing."
-    message = first["msg"].removeprefix("Value error, ")
-    return f"'{key}' is {first['input']!r}, but {message[:1].lower()}{message[1:]}."
+    return documents.load(path, "recipe", Recipe)

@@ -105,17 +105,20 @@ class Controller:
         prior: CostPrior | None = None,
         varying: bool = True,
         uniform: bool = False,
+        least_draft_steps: int = 0,
     ) -> None:
         """max_k: num_speculative_tokens.
 
         varying: the proposer may draft fewer tokens than it is allowed (n-gram, suffix).
-        uniform: only one K for the whole batch is possible (asynchronous scheduling).
+        uniform: only one K for the whole batch is possible.
+        least_draft_steps: draft steps that run whatever K is, 0 included.
         """
         self.config = config
         self.max_k = max_k if config.k_max is None else min(max_k, config.k_max)
         self.k_min = min(config.k_min, self.max_k)
         self.uniform_only = uniform or config.per_request == "never"
         self.varying = varying
+        self.least_draft_steps = least_draft_steps
         depth = max(self.max_k, 1)
         self.acceptance = AcceptanceModel(depth, varying)
         self.cost = CostModel(max_requests, max_requests * (1 + self.max_k), prior)
@@ -355,7 +358,8 @@ class Controller:
         if forced:
             goodput[:, : forced - 1] = -1.0
         row, column = divmod(int(goodput.argmax()), len(order))
-        if not forced and goodput[row, column] <= size / self.cost.time(size, size):
+        nothing = size / self.cost.time(size, size, self.least_draft_steps)
+        if not forced and goodput[row, column] <= nothing:
             return order[:0]
         return order[: column + 1][inside[row, : column + 1]]
 
@@ -379,7 +383,8 @@ class Controller:
             totals = size + choices.sum(-1)
         most = choices.max(-1)
         uneven = False if self.varying else choices.min(-1) < most
-        return tokens, self.cost.times(size, totals, most, uneven)
+        steps = np.maximum(most, self.least_draft_steps)
+        return tokens, self.cost.times(size, totals, steps, uneven)
 
     def _uneven(self, drafts: IntArray) -> bool:
         """Whether requests of one step verify different numbers of draft tokens by choice.
@@ -436,7 +441,8 @@ class Controller:
         expected = self.acceptance.expected
         tokens = 1.0 + expected[slots, PROGRESS if self.varying else ACCEPT, both]
         spent = expected[slots, OFFER, both] if self.varying else both
-        total, used, steps = tokens[0].sum(), size + spent[0].sum(), int(old.max())
+        total, used = tokens[0].sum(), size + spent[0].sum()
+        steps = max(int(old.max()), self.least_draft_steps)
         after = used + spent[1] - spent[0]
         uneven = not self.varying
         now = total / self.cost.time(size, used, steps, uneven and used > size)

@@ -25,6 +25,7 @@ _REACH = (0.5, 0.3)  # of a measurement, in log(B) and log(N)
 _TRUST = 3.0  # measurements worth as much as what is expected of a cell
 _CLIP = 3.0  # innovations beyond this many scales are clipped
 _ERRORS = 128
+_SURE = 8.0  # measurements after which a table's value needs no caution
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +117,21 @@ class CostModel:
         seconds += self._draft_step * draft_steps
         return seconds * (self._now * math.exp(self._ragged) if ragged else self._now)
 
-    def marginal(self, requests: int, totals: npt.ArrayLike) -> FloatArray:
-        """Seconds that one more token adds at each of totals."""
-        totals = np.asarray(totals, np.float64)
-        return self.times(requests, totals + 1) - self.times(requests, totals)
+    def cautious(self, requests: int, drafts: int) -> FloatArray:
+        """float64 [drafts + 1]: seconds of steps that verify 0, 1, ... draft tokens in all.
+
+        Where few steps of a size, or few without drafts, were measured, a draft token costs at least
+        what the parametric part says: an unlucky measurement must not make it look free, because then
+        every step has drafts and nothing shows the mistake.
+        """
+        extra = np.arange(drafts + 1.0)
+        seconds = self.times(requests, requests + extra)
+        row = bisect_left(self._request_edges, requests)
+        counts = self._count[row, np.searchsorted(self._token_edges, requests + extra)]
+        unsure = 1.0 - np.minimum(np.minimum(counts, counts[0]), _SURE) / _SURE
+        least = seconds[0] + unsure * self._parts[2] * self._now * extra
+        cautious: FloatArray = np.maximum(seconds, least)
+        return cautious
 
     def visits(self, requests: int, total: float) -> float:
         """How often a step of about this size was measured."""

@@ -73,6 +73,7 @@ class _Steered:
         started, requests = self._schedule_started, self.requests  # type: ignore[attr-defined]
         self._steer(lambda steering: steering.scheduled(scheduler_output, requests, started), None)
         super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+        self._steer(lambda steering: steering.placed(requests), None)
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         drafts = draft_token_ids.draft_token_ids
@@ -125,4 +126,4 @@ class SpecxScheduler(_Steered, Scheduler):
 
 
 class SpecxAsyncScheduler(_Steered, AsyncScheduler):
-    """For asynchronous scheduling: drafts stay on the device, so K is one for the whole batch."""
+    """For asynchronous scheduling: all requests draft as much as the largest K, and each verifies its own."""

@@ -12,6 +12,7 @@ from vllm_specx import config
 from vllm_specx.config import ConfigError
 from vllm_specx.engine import contract
 from vllm_specx.engine.patching import wrap
+from vllm_specx.engine.steering import VARYING
 from vllm_specx.engine.translate import SELECTED, translate
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -125,7 +126,7 @@ def _refuse_diverging_ranks(vllm_config: Any, settings: config.SpecxConfig) -> N
     parallel = vllm_config.parallel_config
     together = parallel.data_parallel_size > 1 and vllm_config.model_config.is_moe
     chosen = settings.controller.enabled and settings.controller.static_k is None
-    drafts_by_forward = vllm_config.speculative_config.method not in ("ngram", "suffix")
+    drafts_by_forward = vllm_config.speculative_config.method not in VARYING
     if settings.proposer == "stock" and together and chosen and drafts_by_forward:
         raise ConfigError(
             f"data parallelism of {parallel.data_parallel_size} with a mixture of experts steps all ranks "

@@ -2,7 +2,7 @@
 
 Where a method drafts for nothing (n-gram, suffix) K is chosen after drafting, by cutting drafts;
 where each draft token costs a forward, or drafts stay on the device (asynchronous scheduling), it
-is chosen before. Our n-gram lookahead chooses its lengths itself, token by token, from the step
+is chosen before; drafts that stay on the device are cut by verifying fewer of a request's. Our n-gram lookahead chooses its lengths itself, token by token, from the step
 times that travel to it with the scheduler's output (DraftPlan).
 """
 
@@ -30,6 +30,8 @@ VARYING = frozenset({"ngram", "suffix", "ngram_gpu"})
 """Stock methods that draft as many tokens as they find, at no cost on the device."""
 FULL_K_ONLY = frozenset({"suffix"})
 """Stock methods that take no other K than num_speculative_tokens (they assert it)."""
+FIRST_FORWARD = 1
+"""Draft steps that vLLM runs at K=0 too, to keep the draft's cache filled."""
 COSTS_KNOWN = 256
 """Draft tokens of a step up to which its cost is told to the worker."""
 COSTS_EVERY = 8
@@ -85,7 +87,7 @@ class Steering:
             max_requests=max_requests,
             prior=prior,
             varying=self_paced or method in VARYING,
-            uniform=asynchronous and not self_paced,
+            least_draft_steps=0 if self_paced or method in VARYING else FIRST_FORWARD,
         )
         self._steps: dict[int, _Step] = {}
         self._drafts: dict[str, _Drafts] = {}
@@ -167,7 +169,7 @@ class Steering:
         decision = self.controller.decide(request_ids)
         self._chosen = dict(zip(request_ids, decision.k.tolist(), strict=True))
         output.num_spec_tokens_to_schedule = decision.uniform_k
-        return max(decision.uniform_k, 1)
+        return max(decision.uniform_k, self.controller.least_draft_steps)
 
     def _told(self, batch: int) -> npt.NDArray[np.float64] | None:
         cost = self.controller.cost
@@ -176,9 +178,20 @@ class Steering:
         now = (batch, self.controller.steps // COSTS_EVERY)
         if now != self._costs_for or self._costs is None:
             most = min(batch * self.max_k, COSTS_KNOWN)
-            self._costs = cost.times(batch, batch + np.arange(most + 1.0))
+            self._costs = cost.cautious(batch, most)
             self._costs_for = now
         return self._costs
+
+    def placed(self, requests: dict[str, Any]) -> None:
+        """vLLM has placed as many placeholders in each request as the largest K: cut them to each
+        request's own. Asynchronous only; the worker takes a request's first drafts
+        (gpu_model_runner.py `_prepare_input_ids`)."""
+        if not self.asynchronous:
+            return
+        for request_id, k in self._chosen.items():
+            request = requests[request_id]
+            if len(request.spec_token_ids) > k:
+                request.spec_token_ids = request.spec_token_ids[:k]
 
     def drafted(self, request_ids: Sequence[str], drafts: Sequence[list[int]]) -> list[list[int]]:
         """The drafts as they are to be verified: cut to each request's K. Synchronous only."""

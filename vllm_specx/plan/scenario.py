@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from vllm_specx import documents
 from vllm_specx.config import ConfigError, nearest
 from vllm_specx.control.settings import ControllerConfig
 from vllm_specx.plan.curves import Curve, MeasuredCurve, RooflineCurve, Transformer
@@ -204,39 +204,9 @@ class Simulation(_Strict):
 
 def load(path: Path) -> Simulation:
     """Read and validate a scenario. Raises ConfigError, one sentence that names file, key and fix."""
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f" line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{place} is not valid YAML.") from None
-    except FileNotFoundError:
-        raise ConfigError(
-            f"there is no scenario file '{path}'; benchmarks/simulate/ has some."
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} is not a scenario: it must be a mapping with the key 'name'.")
-    try:
-        return Simulation.model_validate(data)
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {_sentence(error)}") from None
-
-
-def _sentence(error: ValidationError) -> str:
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"] if part != "[key]") or "scenario"
-    if first["type"] == "extra_forbidden":
-        last = str(first["loc"][-1])
-        return f"unknown key '{key}'; {nearest(last, _keys())}"
-    if first["type"] == "missing":
-        return f"the key '{key}' is missing."
-    message = first["msg"].removeprefix("Value error, ").rstrip(".")
-    shown: Any = first["input"]
-    if isinstance(shown, dict | list | BaseModel):
-        return f"{key}: {message}."
-    return f"'{key}' is {shown!r}, but {message[:1].lower()}{message[1:]}."
+    if not path.exists():
+        raise ConfigError(f"there is no scenario file '{path}'; benchmarks/simulate/ has some.")
+    return documents.load(path, "scenario", Simulation, _keys())
 
 
 def _keys() -> list[str]:
