@@ -11,31 +11,24 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specx.control.acceptance import ACCEPT, OFFER, PROGRESS, AcceptanceModel, evidence
+from vllm_specx.control.acceptance import ACCEPT, AcceptanceModel, evidence
+from vllm_specx.control.choice import Choice, IntArray
 from vllm_specx.control.cost import CostModel, CostPrior
+from vllm_specx.control.decision import Decision
 from vllm_specx.control.policy import PRIOR_REJECTION, Rule
+from vllm_specx.control.probing import Plan, Probing
 from vllm_specx.control.settings import ControllerConfig
 from vllm_specx.control.trace import Trace
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
-
 NO_LIMIT = 1 << 30
-_BANK = 0.4  # saved probing time, in steps
-_PROBE_PAUSE = 4  # steps between probes without success
 _UNEVEN = 0.01  # what different K must promise over one K: the best of many is partly luck
-_BURST = 3  # most probes one after the other, after a success
-_SHIFTS = np.array([1, -1, 2, -2])
-_KNOWN = 6.0  # measurements after which the time of a step of some size is known
-_SHIFT_PAUSE = 100  # steps between shifts where all sizes near the present one are known
 # Steps whose evidence is taken in together, after which K is thought over: few requests, many.
 _PAUSE = (10, 6)
 _MANY = 16
@@ -43,25 +36,6 @@ _SURPRISE = 4.0  # of accepted tokens, squared, a draft token, from which it is 
 _YOUNG = 24  # steps in which every one is
 _ENOUGH = 6.0  # drafts after which a request's starting K is no longer asked
 _ENOUGH_POOL = 24.0
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """K for each request of the batch.
-
-    k: int32 [B], the most draft tokens of each request.
-    uniform_k: the largest of them, 0 if there is no request: what `num_spec_tokens_to_schedule` takes.
-    uniform: whether all requests that may draft have the same K by choice.
-    expected_tokens, expected_seconds: of the step that verifies these drafts.
-    probe: whether one K of it is a trial rather than the best known.
-    """
-
-    k: npt.NDArray[np.int32]
-    uniform_k: int
-    uniform: bool
-    expected_tokens: float
-    expected_seconds: float
-    probe: bool = False
 
 
 class _Step(NamedTuple):
@@ -73,19 +47,6 @@ class _Step(NamedTuple):
     offered: IntArray | None
     allowed: IntArray | None
     beyond: IntArray | None
-
-
-@dataclass(slots=True)
-class _Plan:
-    """The last choice, which stands until something is new."""
-
-    slots: IntArray
-    cap: IntArray
-    k: IntArray
-    answer: Decision
-    ragged: bool
-    free: npt.NDArray[np.bool_]
-    idle: bool
 
 
 class Controller:
@@ -126,7 +87,10 @@ class Controller:
         self.steps = 0
         self.changes = 0
         """Steps in which the K of a request changed by choice while the batch stayed the same."""
-        self.probes = 0
+        self._choice = Choice(self.acceptance, self.cost, depth, varying, least_draft_steps)
+        self._probing = Probing(
+            config.probe_share, self._choice, self.k_min, self.max_k, self.uniform_only
+        )
         self._depths = np.arange(1, depth + 1)
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
@@ -140,29 +104,21 @@ class Controller:
         self._last_ids: list[str] = []
         self._last_slots: IntArray = np.zeros(0, np.int64)
         self._last_size = 0
-        self._bank = 0.0
-        self._wanted = 0.0
-        self._typical = 0.0
         self._turns = config.changes_per_100_steps
-        self._probe_at = 0
-        self._shift_at = 0
-        self._shifts_next = True
-        self._burst = 0
-        self._probed: IntArray | None = None
-        self._probed_before: IntArray | None = None
-        self._probe_k = 0
-        self._hot = False
         self._uniform_k = -1
         self._promise_scale = np.array([4.0, 4.0])
         self._pending: list[_Step] = []
         self._learned_at = 0
         self._off = self._off_drafts = 0.0
         self._pending_slots: IntArray = self._last_slots
-        self._plan: _Plan | None = None
+        self._plan: Plan | None = None
         self._decision: Decision | None = None
         self._token_errors: list[float] = [0.0, 0.0]
-        self._probe_seconds = 0.0
-        self._all_seconds = 0.0
+
+    @property
+    def probes(self) -> int:
+        """How many steps were trials."""
+        return self._probing.count
 
     # Requests
 
@@ -194,7 +150,7 @@ class Controller:
         if slot is not None:
             self._forget_batch()
             self._free.append(slot)
-            self._probed = self._probed_before = None
+            self._probing.forget()
 
     def _forget_batch(self) -> None:
         self._learn()
@@ -238,7 +194,13 @@ class Controller:
         plan = self._plan
         if plan is None or plan.slots is not slots or not np.array_equal(plan.cap, cap):
             plan = self._think(slots, cap)
-        self._decision = self._probe(plan)
+        most = self.config.changes_per_100_steps
+        self._turns = min(self._turns + most / 100, most)
+        trial = self._probing.trial(plan, self.steps, self.steps - self._seen_at[slots])
+        if trial is None:
+            self._decision = plan.answer
+        else:
+            self._decision = self._answer(slots, trial, plan.ragged, True)
         return self._decision
 
     def _floor(self, slots: IntArray, cap: IntArray) -> IntArray:
@@ -247,28 +209,28 @@ class Controller:
         least: IntArray = np.minimum(floor, cap)
         return least
 
-    def _think(self, slots: IntArray, cap: IntArray) -> _Plan:
+    def _think(self, slots: IntArray, cap: IntArray) -> Plan:
         """Choose anew, from the present estimates."""
         usable = self._start_cap(slots, cap)
         floor = self._floor(slots, usable)
         if self.uniform_only:
-            best, ragged = self._best_uniform(slots, usable, floor), False
+            best, ragged = self._choice.best_uniform(slots, usable, floor), False
         else:
-            best, ragged = self._best(slots, usable, floor), True
+            best, ragged = self._choice.best(slots, usable, floor), True
             if self.config.per_request == "auto" and len(slots) > 1 and best.any():
-                even = self._best_uniform(slots, usable, floor)
-                values = self._goodputs(slots, np.stack([even, best]))
+                even = self._choice.best_uniform(slots, usable, floor)
+                values = self._choice.goodputs(slots, np.stack([even, best]))
                 if values[0] * (1.0 + _UNEVEN) >= values[1]:
                     best, ragged = even, False
         k = self._settle(slots, best, usable, floor, ragged)
         free = (self._fixed[slots] < 0) & (cap > k)
         idle = bool((free & (k == 0)).any())
         answer = self._answer(slots, k, ragged, False)
-        self._plan = _Plan(slots, cap, k, answer, ragged, free, idle)
+        self._plan = Plan(slots, cap, k, answer, ragged, free, idle)
         return self._plan
 
     def _answer(self, slots: IntArray, k: IntArray, ragged: bool, probe: bool) -> Decision:
-        tokens, seconds = self._expect(slots, k[None])
+        tokens, seconds = self._choice.expect(slots, k[None])
         most = int(k.max())
         uniform = not ragged or most == int(k.min())
         return Decision(
@@ -297,106 +259,6 @@ class Controller:
         self._start[slots[known]] = -1
         return np.where((start >= 0) & ~known, np.minimum(cap, start), cap)
 
-    def _best(
-        self, slots: IntArray, cap: IntArray, floor: IntArray, gain: FloatArray | None = None
-    ) -> IntArray:
-        """int [B]: the optimum over all K vectors, by gain for what is spent.
-
-        gain: [B, depth], of tokens that are there already; None: ours, of tokens yet to be drafted.
-        """
-        size = len(slots)
-        deepest = int(cap.max())
-        if deepest == 0:
-            return np.zeros(size, np.int64)
-        depths = self._depths[:deepest]
-        survival = self.acceptance.survival[slots]
-        spend: FloatArray | None = None
-        if gain is None and self.varying:
-            gain, spend = survival[:, PROGRESS, :deepest], survival[:, OFFER, :deepest]
-            key = np.minimum.accumulate(gain / np.maximum(spend, 1e-6), axis=1)
-        else:
-            gain = (survival[:, ACCEPT] if gain is None else gain)[:, :deepest]
-            key = gain
-        forced = int(floor.sum())
-        if forced:
-            key = np.where(depths <= floor[:, None], 2.0, key)
-        items = ((depths <= cap[:, None]) & (key > 0.01)).ravel().nonzero()[0]
-        order = items[(-key.ravel()[items]).argsort(kind="stable")]
-        gains = gain.ravel()[order]
-        costs = np.ones(len(order)) if spend is None else spend.ravel()[order]
-        if self.cost.draft_step > 0.0:
-            chosen = self._within_ladder(size, order, gains, costs, deepest, forced)
-        else:
-            got, used = np.full(len(order) + 1, size, float), np.full(len(order) + 1, size, float)
-            got[1:] += gains.cumsum()
-            used[1:] += costs.cumsum()
-            uneven = (used > size) & (size > 1) & (not self.varying)
-            goodput = got / self.cost.times(size, used, ragged=uneven)
-            goodput[:forced] = -1.0
-            chosen = order[: int(goodput.argmax())]
-        return np.bincount(chosen // deepest, minlength=size)
-
-    def _within_ladder(
-        self,
-        size: int,
-        order: IntArray,
-        gains: FloatArray,
-        costs: FloatArray,
-        deepest: int,
-        forced: int,
-    ) -> IntArray:
-        """The items to take where draft steps cost time: the best total for each cap on K."""
-        if not len(order):
-            return order
-        caps = _ladder(deepest)[:, None]
-        inside = order % deepest < caps
-        inside[:, :forced] = True
-        got = size + np.where(inside, gains, 0.0).cumsum(axis=1)
-        used = size + np.where(inside, costs, 0.0).cumsum(axis=1)
-        steps = np.maximum(caps, (order[:forced] % deepest + 1).max(initial=0))
-        goodput = got / self.cost.times(size, used, steps, size > 1 and not self.varying)
-        if forced:
-            goodput[:, : forced - 1] = -1.0
-        row, column = divmod(int(goodput.argmax()), len(order))
-        nothing = size / self.cost.time(size, size, self.least_draft_steps)
-        if not forced and goodput[row, column] <= nothing:
-            return order[:0]
-        return order[: column + 1][inside[row, : column + 1]]
-
-    def _best_uniform(self, slots: IntArray, cap: IntArray, floor: IntArray) -> IntArray:
-        """int [B]: the best single K; requests whose limit is lower get their limit."""
-        ks = np.arange(int(cap.max()) + 1)
-        choices = np.clip(ks[:, None], floor, cap)
-        value = self._goodputs(slots, choices)
-        best: IntArray = choices[int(value.argmax())]
-        return best
-
-    def _expect(self, slots: IntArray, choices: IntArray) -> tuple[FloatArray, FloatArray]:
-        """Tokens and seconds [choices] of K vectors [choices, B]."""
-        size = len(slots)
-        expected = self.acceptance.expected
-        if self.varying:
-            tokens = size + expected[slots, PROGRESS, choices].sum(-1)
-            totals = size + expected[slots, OFFER, choices].sum(-1)
-        else:
-            tokens = size + expected[slots, ACCEPT, choices].sum(-1)
-            totals = size + choices.sum(-1)
-        most = choices.max(-1)
-        uneven = False if self.varying else choices.min(-1) < most
-        steps = np.maximum(most, self.least_draft_steps)
-        return tokens, self.cost.times(size, totals, steps, uneven)
-
-    def _uneven(self, drafts: IntArray) -> bool:
-        """Whether requests of one step verify different numbers of draft tokens by choice.
-
-        Drafts that vary are hardly ever even, so what that costs is part of their step times.
-        """
-        return not self.varying and len(drafts) > 1 and bool((drafts != drafts[0]).any())
-
-    def _goodputs(self, slots: IntArray, choices: IntArray) -> FloatArray:
-        tokens, seconds = self._expect(slots, choices)
-        return tokens / seconds
-
     def _settle(
         self, slots: IntArray, best: IntArray, cap: IntArray, floor: IntArray, ragged: bool
     ) -> IntArray:
@@ -420,12 +282,12 @@ class Controller:
         if self._turns >= 1.0 and not np.array_equal(old, best):
             rested = min(self._turns / self.config.changes_per_100_steps, 1.0)
             margin = self.config.hysteresis * (1.0 - 0.8 * rested)
-            value = self._goodputs(slots, np.stack([old, best]))
+            value = self._choice.goodputs(slots, np.stack([old, best]))
             if value[1] > value[0] * (1.0 + margin) or (
                 ragged
                 and size > 1
                 and self._turns >= 2.0
-                and self._one_gains(slots, old, best, margin)
+                and self._choice.one_gains(slots, old, best, margin)
             ):
                 self._turns -= 1.0
                 self.changes += 1
@@ -433,116 +295,6 @@ class Controller:
         self._k[slots] = old
         self._uniform_k = int(old.max())
         return old
-
-    def _one_gains(self, slots: IntArray, old: IntArray, best: IntArray, margin: float) -> bool:
-        """Whether some request gains by its own change more than `margin` of its tokens."""
-        size = len(slots)
-        both = np.stack([old, best])
-        expected = self.acceptance.expected
-        tokens = 1.0 + expected[slots, PROGRESS if self.varying else ACCEPT, both]
-        spent = expected[slots, OFFER, both] if self.varying else both
-        total, used = tokens[0].sum(), size + spent[0].sum()
-        steps = max(int(old.max()), self.least_draft_steps)
-        after = used + spent[1] - spent[0]
-        uneven = not self.varying
-        now = total / self.cost.time(size, used, steps, uneven and used > size)
-        swapped = (total + tokens[1] - tokens[0]) / self.cost.times(
-            size, after, steps, uneven & (after > size)
-        )
-        return bool((swapped > now * (1.0 + margin * tokens[0] / total)).any())
-
-    # Probing
-
-    def _probe(self, plan: _Plan) -> Decision:
-        """The plan, or sometimes a trial of something else, paid from what was saved for it.
-
-        Either one request that drafts nothing drafts a little, which shows its acceptance, or all K
-        are shifted, which shows the time of steps of other sizes (and all acceptances).
-        """
-        most = self.config.changes_per_100_steps
-        self._turns = min(self._turns + most / 100, most)
-        since = self.steps - self._probe_at
-        burst = self._hot and since <= 2 and self._burst < _BURST
-        if self._probed is not None:
-            self._probed_before, self._probed = self._probed, None
-        else:
-            self._probed_before = None
-        if self.config.probe_share <= 0.0 or (not burst and since < _PROBE_PAUSE):
-            return plan.answer
-        if not plan.free.any():
-            return plan.answer
-        trial, who = self._lift(plan, burst) if burst or not self._shifts_next else (None, None)
-        if trial is None:
-            trial, who = self._shift(plan)
-        if trial is None and self._shifts_next:
-            trial, who = self._lift(plan, burst)
-        if trial is None or who is None:
-            self._probe_at = self.steps
-            return plan.answer
-        if not self._affordable(plan, trial, burst):
-            return plan.answer
-        self._probe_at = self.steps
-        self._burst = self._burst + 1 if burst else 0
-        self._shifts_next = not self._shifts_next
-        self._probed = who
-        self.probes += 1
-        return self._answer(plan.slots, trial, plan.ragged, True)
-
-    def _lift(self, plan: _Plan, burst: bool) -> tuple[IntArray | None, IntArray | None]:
-        """A trial where the idle request that was silent longest drafts; more after a success."""
-        slots, k = plan.slots, plan.k
-        if not plan.idle:
-            return None, None
-        quiet = np.where(plan.free & (k == 0), self.steps - self._seen_at[slots], -1)
-        which = int(quiet.argmax())
-        if not burst and quiet[which] < _PROBE_PAUSE:
-            return None, None
-        trial = k.copy()
-        self._probe_k = min(2 * self._probe_k, self.max_k) if burst else 1 + (len(k) < 4)
-        if self.uniform_only:
-            trial[plan.free] = np.minimum(self._probe_k, plan.cap[plan.free])
-            return trial, slots
-        trial[which] = min(self._probe_k, int(plan.cap[which]))
-        return trial, slots[which : which + 1]
-
-    def _shift(self, plan: _Plan) -> tuple[IntArray | None, IntArray | None]:
-        """A trial of the size near the present one whose time is known least, if that is little."""
-        slots, k, size = plan.slots, plan.k, len(plan.k)
-        lowest = np.where(plan.free, min(self.k_min, int(k.max())), k)
-        trials = np.minimum(
-            np.maximum(k + _SHIFTS[:, None], lowest), np.where(plan.free, plan.cap, k)
-        )
-        trials = trials[(trials != k).any(1)]
-        if not len(trials):
-            return None, None
-        spent = self.acceptance.expected[slots, OFFER, trials] if self.varying else trials
-        totals = (size + spent.sum(1)).tolist()
-        visits = [self.cost.visits(size, total) for total in totals]
-        which = visits.index(min(visits))
-        if visits[which] >= _KNOWN:
-            if self.steps - self._shift_at < _SHIFT_PAUSE:
-                return None, None
-            self._shift_at = self.steps
-        trial = trials[which]
-        return trial, slots[trial > k]
-
-    def _affordable(self, plan: _Plan, trial: IntArray, burst: bool) -> bool:
-        """Whether what was saved pays for a trial; if so, it is paid."""
-        tokens, seconds = self._expect(plan.slots, np.stack([plan.k, trial]))
-        plain = float(seconds[0])
-        lost = float(seconds[1]) - plain * float(tokens[1] / tokens[0])
-        lost = max(lost, 0.004 * plain)
-        self._wanted = lost
-        limit = self._bank_limit()
-        reserve = 0.0 if burst else min(0.5 * _BANK * plain, max(limit - lost, 0.0))
-        if self._bank < lost + reserve:
-            return False
-        self._bank -= lost
-        self._probe_seconds += lost
-        return True
-
-    def _bank_limit(self) -> float:
-        return max(_BANK * self._typical, 1.1 * self._wanted)
 
     def _trim(
         self,
@@ -562,7 +314,7 @@ class Controller:
             scale = min(max(float(self._promise_scale[0] / self._promise_scale[1]), 0.02), 1.25)
             gain = np.zeros_like(gain)
             gain[:, : given.shape[1]] = np.minimum(scale * given, 1.0)
-        k = self._best(slots, cap, floor, gain)
+        k = self._choice.best(slots, cap, floor, gain)
         if self.uniform_only:
             k = np.minimum(round(float(k.mean())), cap)
         size = len(k)
@@ -576,7 +328,7 @@ class Controller:
             most,
             most == int(k.min()),
             size + float(until.sum()),
-            self.cost.time(size, size + int(k.sum()), ragged=self._uneven(k)),
+            self.cost.time(size, size + int(k.sum()), ragged=self._choice.uneven(k)),
         )
         return self._decision
 
@@ -619,7 +371,7 @@ class Controller:
         expected = self._foreseen(slots, drafts)
         self._token_errors[0] += 0.02 * (expected - self._token_errors[0])
         self._token_errors[1] += 0.02 * (tokens - self._token_errors[1])
-        uneven = self._uneven(drafts)
+        uneven = self._choice.uneven(drafts)
         predicted = self.cost.time(size, size + verified, draft_steps, uneven)
         if pure_decode:
             self._learn_time(size, verified, seconds, draft_steps, uneven, predicted)
@@ -655,14 +407,7 @@ class Controller:
         if not 0.0 < seconds < math.inf:
             return
         self.cost.observe(size, size + verified, seconds, draft_steps, uneven)
-        plain = self.cost.time(size, size)
-        if not self._typical:
-            self._bank = _BANK * plain
-        self._typical += (0.1 if self._typical else 1.0) * (plain - self._typical)
-        counted = min(seconds, 3.0 * predicted)
-        self._all_seconds += counted
-        limit = max(self._bank_limit(), self._bank)
-        self._bank = min(self._bank + self.config.probe_share * counted, limit)
+        self._probing.earn(seconds, self.cost.time(size, size), predicted)
 
     def _remember(
         self,
@@ -686,13 +431,7 @@ class Controller:
             self._learn()
         self._pending_slots = slots
         self._pending.append(_Step(drafts, hits, stay, drew, room, ahead))
-        probed = self._probed if self._probed is not None else self._probed_before
-        if probed is not None:
-            mine = np.isin(slots, probed)
-            drawn = int(drafts[mine].sum())
-            if drawn:
-                self._hot = 10 * int(hits[mine].sum()) > 6 * drawn
-        hot = probed is not None and self._hot
+        hot = self._probing.saw(slots, drafts, hits)
         surprised = self._off * self._off > _SURPRISE * (1.0 + self._off_drafts)
         enough = len(self._pending) >= _PAUSE[len(slots) >= _MANY]
         if enough or surprised or hot or self.steps <= _YOUNG:
@@ -730,8 +469,8 @@ class Controller:
         return {
             "steps": self.steps,
             "changes": self.changes,
-            "probes": self.probes,
-            "probe_share": self._probe_seconds / self._all_seconds if self._all_seconds else 0.0,
+            "probes": self._probing.count,
+            "probe_share": self._probing.spent_share,
             "time_error": self.cost.error,
             "token_error": abs(self._token_errors[0] / max(self._token_errors[1], 1e-9) - 1.0)
             if self.steps
@@ -784,14 +523,3 @@ class Controller:
         for name in ("_k", "_cap", "_fixed", "_start", "_fresh", "_seen_at", "_promised"):
             old = getattr(self, name)
             setattr(self, name, np.concatenate([old, np.zeros(size, old.dtype)]))
-
-
-def _ladder(deepest: int) -> IntArray:
-    """Caps that are tried where draft steps cost time: all up to 8, then every fourth."""
-    return np.array(
-        [
-            *range(1, min(deepest, 8) + 1),
-            *range(12, deepest, 4),
-            *([deepest] if deepest > 8 else []),
-        ]
-    )
