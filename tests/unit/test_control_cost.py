@@ -179,3 +179,17 @@ def test_caution_until_steps_without_drafts_are_known() -> None:
     for _ in range(12):
         cost.observe(4, 4, 0.0378 * float(random.lognormal(0, 0.02)))
     assert cost.cautious(4, 8)[:2] == pytest.approx(cost.times(4, [4, 5]))
+
+
+@pytest.mark.parametrize("batch", [8, 32])
+def test_what_the_first_draft_token_of_a_batch_costs_is_kept_apart(batch: int) -> None:
+    """A jump between no draft token and one, as where a matrix product needs one more tile."""
+    cost = CostModel(32, 32 * 33)
+    random = np.random.default_rng(0)
+    jump = 0.006
+    for _ in range(60):
+        for n in (0, 1, 2, 4):
+            seconds = 0.040 + 0.001 * n + (jump if n else 0.0)
+            cost.observe(batch, batch + n, seconds * float(random.lognormal(0, 0.02)))
+    first = float(np.diff(cost.times(batch, [batch, batch + 1]))[0])
+    assert first == pytest.approx(0.001 + jump, abs=0.0015)

@@ -2,8 +2,9 @@
 
 T(B, N, D) for B requests, N = B + verified draft tokens, and D draft steps of the proposer. A
 parametric part (fixed + per request + per token + per draft step) is fitted by recursive least
-squares and carries over to sizes that were never seen. A table over (B, N) on a log-like grid holds
-what was measured beside it: padding, staircases, caches. One level follows the machine as a whole.
+squares and carries over to sizes that were never seen. A table over B and the draft tokens N - B, on
+grids that are fine where both are small, holds what was measured beside it: padding, staircases,
+caches, and what the first draft token of a batch costs. One level follows the machine as a whole.
 Steps that were slow for another reason (compilation, garbage collection, page faults) are met by
 medians, clipped innovations and Huber weights.
 """
@@ -21,7 +22,7 @@ FloatArray = npt.NDArray[np.float64]
 
 _RING = 5
 _FIRST = 12  # steps that are looked at together before any is believed
-_REACH = (0.5, 0.3)  # of a measurement, in log(B) and log(N)
+_REACH = (0.5, 0.3)  # of a measurement, in log(B) and log(1 + N - B)
 _TRUST = 3.0  # measurements worth as much as what is expected of a cell
 _CLIP = 3.0  # innovations beyond this many scales are clipped
 _ERRORS = 128
@@ -71,12 +72,12 @@ class CostModel:
         self.prior = prior or CostPrior()
         self.observations = 0
         self._requests = _grid(8, 1.19, max_requests)
-        self._tokens = _grid(16, 1.12, max(max_tokens, max_requests))
+        self._drafts = np.concatenate([[0.0], _grid(16, 1.12, max(max_tokens, 2))])
         self._request_edges: list[float] = ((self._requests[1:] + self._requests[:-1]) / 2).tolist()
-        self._token_edges: list[float] = ((self._tokens[1:] + self._tokens[:-1]) / 2).tolist()
+        self._draft_edges: list[float] = ((self._drafts[1:] + self._drafts[:-1]) / 2).tolist()
         self._request_list: list[float] = self._requests.tolist()
-        self._token_list: list[float] = self._tokens.tolist()
-        self._near = _kernel(self._requests, _REACH[0]), _kernel(self._tokens, _REACH[1])
+        self._draft_list: list[float] = self._drafts.tolist()
+        self._near = _kernel(self._requests, _REACH[0]), _kernel(1.0 + self._drafts, _REACH[1])
         self._base = np.array([self.prior.fixed, self.prior.request, self.prior.token])
         self._errors = np.zeros(_ERRORS)
         self._first: list[tuple[int, int, float, float, bool]] = []
@@ -95,8 +96,8 @@ class CostModel:
         totals: N = requests + verified draft tokens; fractions are interpolated. draft_steps and
         ragged (whether the requests differ in their number of tokens) broadcast against it.
         """
-        at = np.asarray(totals, np.float64)
-        seconds: FloatArray = np.interp(at, self._tokens, self._row(requests))
+        drafts = np.asarray(totals, np.float64) - requests
+        seconds: FloatArray = np.interp(drafts, self._drafts, self._row(requests))
         if self.draft_step > 0.0:
             seconds = seconds + self._draft_step * np.asarray(draft_steps, np.float64)
         factor: FloatArray = np.where(ragged, self._now * math.exp(self._ragged), self._now)
@@ -106,13 +107,14 @@ class CostModel:
         self, requests: int, total: float, draft_steps: float = 0, ragged: bool = False
     ) -> float:
         """Seconds of one step; see `times`."""
-        knots = self._token_list
+        knots = self._draft_list
+        drafts = total - requests
         row = self._lists.get(requests)
         if row is None:
             row = self._lists[requests] = self._row(requests).tolist()
-        upper = min(max(bisect_left(knots, total), 1), len(knots) - 1)
+        upper = min(max(bisect_left(knots, drafts), 1), len(knots) - 1)
         low, high = knots[upper - 1], knots[upper]
-        share = min(max((total - low) / (high - low), 0.0), 1.0)
+        share = min(max((drafts - low) / (high - low), 0.0), 1.0)
         seconds = row[upper - 1] + share * (row[upper] - row[upper - 1])
         seconds += self._draft_step * draft_steps
         return seconds * (self._now * math.exp(self._ragged) if ragged else self._now)
@@ -127,7 +129,7 @@ class CostModel:
         extra = np.arange(drafts + 1.0)
         seconds = self.times(requests, requests + extra)
         row = bisect_left(self._request_edges, requests)
-        counts = self._count[row, np.searchsorted(self._token_edges, requests + extra)]
+        counts = self._count[row, np.searchsorted(self._draft_edges, extra)]
         unsure = 1.0 - np.minimum(np.minimum(counts, counts[0]), _SURE) / _SURE
         least = seconds[0] + unsure * self._parts[2] * self._now * extra
         cautious: FloatArray = np.maximum(seconds, least)
@@ -136,7 +138,7 @@ class CostModel:
     def visits(self, requests: int, total: float) -> float:
         """How often a step of about this size was measured."""
         row = bisect_left(self._request_edges, requests)
-        return float(self._count[row, bisect_left(self._token_edges, total)])
+        return float(self._count[row, bisect_left(self._draft_edges, total - requests)])
 
     @property
     def draft_step(self) -> float:
@@ -195,7 +197,7 @@ class CostModel:
                 self._fit()
 
     def _forget(self) -> None:
-        cells = (len(self._requests), len(self._tokens))
+        cells = (len(self._requests), len(self._drafts))
         self._rings: dict[tuple[int, int], list[float]] = {}
         self._count: FloatArray = np.zeros(cells)
         self._value: FloatArray = np.zeros(cells)  # log seconds at the knot, level removed
@@ -223,7 +225,7 @@ class CostModel:
         limit = _CLIP * self._noise
         clipped = max(-limit, min(limit, innovation))
         row = bisect_left(self._request_edges, requests)
-        column = bisect_left(self._token_edges, total)
+        column = bisect_left(self._draft_edges, total - requests)
         ring = self._rings.setdefault((row, column), [])
         count = len(ring) if len(ring) < _RING else int(self._count[row, column])
         self._noise += 0.05 * (min(abs(innovation), 4 * self._noise) * 1.25 - self._noise)
@@ -235,7 +237,9 @@ class CostModel:
             self._ragged += 0.1 / (1 + 0.02 * self._modes[True]) * clipped
             self._ragged = max(self._ragged, 0.0)
         self._learn_parts(requests, total, seconds, draft_steps, ragged, innovation)
-        at_knot = self._plain(self._request_list[row], self._token_list[column])
+        at_knot = self._plain(
+            self._request_list[row], self._request_list[row] + self._draft_list[column]
+        )
         ratio = at_knot / self._plain(requests, total)
         even = seconds / (self.ragged if ragged else 1.0)
         own = even - min(self.draft_step * draft_steps, 0.7 * even)
@@ -322,13 +326,13 @@ class CostModel:
         plain = np.log(
             self._parts[0]
             + self._parts[1] * self._requests[:, None]
-            + self._parts[2] * np.maximum(self._tokens, self._requests[:, None])
+            + self._parts[2] * (self._requests[:, None] + self._drafts)
         )
         weight = np.minimum(self._count, 20.0)
         off = np.where(self._count > 0, self._value - plain, 0.0)
-        by_requests, by_tokens = self._near
-        around = by_requests @ (weight * off) @ by_tokens
-        around /= by_requests @ weight @ by_tokens + 1.0
+        by_requests, by_drafts = self._near
+        around = by_requests @ (weight * off) @ by_drafts
+        around /= by_requests @ weight @ by_drafts + 1.0
         off = (weight * off + _TRUST * around) / (weight + _TRUST)
         table = np.exp(plain + off)
         rising = np.maximum.accumulate(table, axis=1)
