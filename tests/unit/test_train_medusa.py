@@ -28,6 +28,7 @@ from vllm_specx.train.errors import TrainError
 from vllm_specx.train.hidden import HiddenSettings, HiddenStates
 from vllm_specx.train.loss import fused_cross_entropy, teacher_probabilities
 from vllm_specx.train.medusa import MedusaSettings, Trainer
+from vllm_specx.train.pipeline import make_hidden
 from vllm_specx.train.plots import plot_history
 from vllm_specx.train.target import load_target
 
@@ -339,3 +340,13 @@ def test_a_chat_template_is_needed_and_turns_are_appended(target: Path) -> None:
     tokenizer.chat_template = None
     with pytest.raises(TrainError, match="no chat template"):
         Chat(tokenizer)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_stage_that_fails_ends_with_its_sentence(
+    text: Path, tmp_path: Path, workers: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = HiddenSettings(target=str(tmp_path / "nowhere"))
+    with pytest.raises(TrainError, match="stage 'hidden' ended with status 2"):
+        make_hidden(settings, text, tmp_path, workers)
+    assert "nowhere cannot be loaded" in capfd.readouterr().err

@@ -6,7 +6,10 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -58,29 +61,39 @@ def _run(
     module = f"vllm_specx.train.{stage}"
     if workers > 1:
         shards.remove_leftovers(out)
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, str(path), *arguments, f"{part}/{workers}"],
-            env={**os.environ, **environment},
-            stderr=None if workers == 1 or part == 0 else subprocess.PIPE,
-            text=True,
-        )
-        for part in range(workers)
-    ]
-    try:
-        # communicate() also reads the quiet workers' messages, which would else fill their pipes.
-        said = [child.communicate()[1] for child in children]
-    except BaseException:
-        for child in children:
-            child.terminate()
-        raise
-    for child, errors in zip(children, said, strict=True):
-        if child.returncode:
-            last = (errors or "").strip().splitlines()[-1:]
-            reason = (
-                f": {last[0].removeprefix('vllm-specx: ')}" if last else "; see its message above"
+    with ExitStack() as stack:
+        # The first worker shows its progress; what the others say is kept for an error.
+        said = [
+            None if part == 0 else stack.enter_context(tempfile.TemporaryFile("w+"))
+            for part in range(workers)
+        ]
+        children = [
+            subprocess.Popen(
+                [sys.executable, "-m", module, str(path), *arguments, f"{part}/{workers}"],
+                env={**os.environ, **environment},
+                stderr=said[part],
             )
-            raise TrainError(f"the stage '{stage}' ended with status {child.returncode}{reason}")
+            for part in range(workers)
+        ]
+        failed: int | None = None
+        try:
+            while failed is None:
+                failed = next((i for i, child in enumerate(children) if child.poll()), None)
+                if all(child.returncode == 0 for child in children):
+                    return
+                time.sleep(0.2)
+        finally:
+            for child in children:
+                child.terminate()
+            for child in children:
+                child.wait()
+        reason = "; see its message above"
+        if (kept := said[failed]) is not None:
+            kept.seek(0)
+            lines = kept.read().strip().splitlines() or [""]
+            reason = f": {lines[-1].removeprefix('vllm-specx: ')}"
+        status = children[failed].returncode
+        raise TrainError(f"the stage '{stage}' ended with status {status}{reason}")
 
 
 def excluded(corpus: Corpus, files: Sequence[Path], target: str) -> set[int]:
