@@ -45,7 +45,9 @@ class Command:
         """Become the command: the process keeps its id, so signals go straight to vLLM."""
         sys.stdout.flush()
         sys.stderr.flush()
-        os.execve(self.argv[0], self.argv, {**environ, **self.env})
+        # The model is found by now, and vLLM warns of variables in its name that it does not know.
+        passed = {name: value for name, value in environ.items() if name != embedded.CACHE_VARIABLE}
+        os.execve(self.argv[0], self.argv, {**passed, **self.env})
 
 
 def prepare(

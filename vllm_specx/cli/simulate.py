@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +33,8 @@ def simulate(
     for path in (json_out, plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"there is no folder '{path.parent}' to write {path.name} into.")
+    if plot is not None and find_spec("matplotlib") is None:
+        raise ConfigError("a plot needs matplotlib: pip install matplotlib.")
     console = Console(stderr=True)
     with console.status("") as status:
         results = simulation.simulate(chosen, lambda name: status.update(f"{name} ..."))

@@ -28,6 +28,7 @@ from typing import Any
 
 from vllm_specx.config import ConfigError, nearest
 
+CACHE_VARIABLE = "VLLM_SPECX_CACHE"
 PREFIX = "embedded:"
 MANIFEST = "vllm_specx.json"
 LAYOUT = 1
@@ -68,7 +69,7 @@ def is_embedded(model: str) -> bool:
 
 def cache_root() -> Path:
     """The folder of everything we make once: `$VLLM_SPECX_CACHE`, else ~/.cache/vllm_specx."""
-    return Path(os.environ.get("VLLM_SPECX_CACHE") or "~/.cache/vllm_specx").expanduser().absolute()
+    return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/vllm_specx").expanduser().absolute()
 
 
 def checkpoint(model: str) -> Path:

@@ -71,10 +71,8 @@ def sentence(scenario: Simulation, results: Sequence[Result]) -> str:
 
 def plot(scenario: Simulation, results: Sequence[Result], path: Path) -> None:
     """A picture: tokens/s of each policy, and batch and K over time. Raises ConfigError."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("a plot needs matplotlib: pip install 'vllm-specx[bench]'.") from None
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
