@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from vllm_specx.config_base import ProposerConfig, Strict
 from vllm_specx.draft.medusa_config import MedusaConfig as MedusaConfig
@@ -39,6 +39,12 @@ class NgramConfig(ProposerConfig):
     """Time to verify one more token, in units of the fixed part of a decode step; unset, what the
     engine measures, and before that 0.06 on a CPU and 0.01 on a GPU."""
     pool: PoolConfig = PoolConfig()
+
+    @model_validator(mode="after")
+    def _some_match(self) -> NgramConfig:
+        if self.min_match > self.max_match:
+            raise ValueError(f"min_match {self.min_match} is above max_match {self.max_match}")
+        return self
 
 
 class StockConfig(ProposerConfig):
@@ -104,6 +110,9 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
             owner = annotation
         return f"unknown key '{path}' in specx; {nearest(str(first['loc'][-1]), list(owner.model_fields))}"
     if first["type"] == "missing":
-        return f"'{path}' in specx is missing; add it."
-    message = first["msg"].removeprefix("Value error, ")
+        said = " (the key 'model' beside the method)" if path == "heads" else ""
+        return f"'{path}' in specx{said} is missing; add it."
+    message = first["msg"].removeprefix("Value error, ").rstrip(".")
+    if not first["loc"]:
+        return f"specx: {message}."
     return f"'{path}' in specx is {first['input']!r}, but: {message[:1].lower()}{message[1:]}."

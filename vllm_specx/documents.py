@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +13,24 @@ from pydantic import BaseModel, ValidationError
 from vllm_specx.config import ConfigError, nearest
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+DEEPEST = 50
+"""Levels of lists and mappings in a file."""
+MOST_VALUES = 100_000
+
+
+def file_at(name: str) -> Path | None:
+    """The file of that name (`~` is a home folder); None where there is none, whatever the reason."""
+    try:
+        path = Path(name).expanduser()
+        return path if path.is_file() else None
+    except (OSError, RuntimeError, ValueError):
+        return None
+
+
+def clipped(text: str, most: int = 100) -> str:
+    """The beginning of a text, on one line, for a message."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else f"{line[:most]}..."
 
 
 def load(path: Path, kind: str, model: type[ModelT], keys: Sequence[str] | None = None) -> ModelT:
@@ -21,14 +40,21 @@ def load(path: Path, kind: str, model: type[ModelT], keys: Sequence[str] | None 
     None: the model's own. Raises ConfigError: one sentence that names the file, the key and the fix.
     """
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from None
+    try:
+        data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "it cannot be parsed"
         raise ConfigError(f"{path}{place} is not valid YAML: {problem}.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from None
+    except (ValueError, RecursionError) as error:
+        problem = str(error).split(";")[0] or "it cannot be parsed"
+        raise ConfigError(f"{path} is not valid YAML: {problem}.") from None
+    if said := strange(data):
+        raise ConfigError(f"{path}: {said}")
     if not isinstance(data, dict):
         raise ConfigError(f"{path} is not a {kind}: it must be a mapping with the key 'name'.")
     try:
@@ -36,6 +62,42 @@ def load(path: Path, kind: str, model: type[ModelT], keys: Sequence[str] | None 
     except ValidationError as error:
         known = list(model.model_fields) if keys is None else keys
         raise ConfigError(f"{path}: {_sentence(error, kind, known)}") from None
+
+
+def strange(data: Any) -> str | None:
+    """What neither JSON nor a command line can carry in what YAML has made of a file, in a sentence."""
+    todo: list[tuple[Any, str, int]] = [(data, "", 0)]
+    for _ in range(MOST_VALUES):
+        if not todo:
+            return None
+        value, key, depth = todo.pop()
+        where = f"'{key}'" if key else "the file"
+        if depth > DEEPEST:
+            return f"{where} lies deeper than {DEEPEST} levels, or in itself; write it flat."
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                if isinstance(name, bool) or not isinstance(name, str | int | float):
+                    return f"the name {name!r} in {where} is not text; put it in quotes."
+                path = f"{key}.{name}" if key else str(name)
+                todo += [(str(name), path, depth), (inner, path, depth + 1)]
+        elif isinstance(value, list):
+            todo += [(inner, f"{key}.{i}", depth + 1) for i, inner in enumerate(value)]
+        elif isinstance(value, float) and not math.isfinite(value):
+            return f"{where} is {value}; it must be a finite number."
+        elif isinstance(value, int) and abs(value) > 2**63:
+            return f"{where} is a number of {len(hex(value)) - 2} hexadecimal digits; write less."
+        elif isinstance(value, str) and ("\0" in value or _surrogates(value)):
+            return f"{where} holds a character that no command line can carry; take it out."
+        elif value is not None and not isinstance(value, str | int | float | bool):
+            kind = type(value).__name__
+            return (
+                f"{where} is taken by YAML as a {kind}; put it in quotes, or write another value."
+            )
+    return f"it holds more than {MOST_VALUES} values; write less."
+
+
+def _surrogates(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _sentence(error: ValidationError, kind: str, keys: Sequence[str]) -> str:

@@ -68,6 +68,8 @@ def main(args: list[str] | None = None) -> int:
 
 def _usage(error: Exception) -> str:
     message = " ".join(str(getattr(error, "message", "") or error).split()).rstrip(".")
+    if not message:
+        return "name a command; `vllm-specx --help` shows what there is."
     if "o such option" in message:
         return f"{message}; flags for vllm serve go after `--`."
     return f"{message}; `vllm-specx --help` shows what there is."

@@ -11,10 +11,7 @@ from vllm_specx.config import ConfigError
 
 def port_number(text: str, origin: str) -> int:
     """A TCP port from 1 to 65535. `origin` names who set it. Raises ConfigError."""
-    try:
-        port = int(text)
-    except ValueError:
-        port = 0
+    port = int(text) if text.isascii() and text.isdecimal() and len(text) < 6 else 0
     if not 1 <= port <= 65535:
         raise ConfigError(f"{origin} is '{text}'; it must be a port number from 1 to 65535.")
     return port
@@ -27,9 +24,10 @@ def check_free(host: str, port: int) -> None:
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "no name of a host"
         raise ConfigError(
-            f"the host '{host}' is not an address of this machine ({error.strerror}); "
+            f"the host '{host}' is not an address of this machine ({reason}); "
             "set HOST to one, such as 127.0.0.1."
         ) from None
     family, kind, protocol, _, address = found[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from vllm_specx import documents
 from vllm_specx.config import ConfigError, nearest
 
 SUFFIXES = (".yaml", ".yml")
+FLAG_NAME = re.compile(r"^[A-Za-z][A-Za-z0-9.-]*$")
 OWN_FLAGS = {
     "model": "model",
     "speculative-config": "speculative",
@@ -49,6 +51,10 @@ class Recipe(BaseModel):
             return flags
         named = {str(name).lstrip("-").replace("_", "-"): value for name, value in flags.items()}
         for name in named:
+            if not FLAG_NAME.match(name):
+                raise ValueError(
+                    f"'{name}' is no flag of vllm serve; write its name, as in max-num-seqs"
+                )
             if name in OWN_FLAGS:
                 raise ValueError(f"write {name} as the key '{OWN_FLAGS[name]}' of the recipe")
         return named
@@ -68,15 +74,17 @@ def names() -> list[str]:
 
 def find(recipe: str) -> Path:
     """The file of a recipe given as a path or as a name in `folder()`."""
-    if (path := Path(recipe).expanduser()).is_file():
+    if (path := documents.file_at(recipe)) is not None:
         return path
     for suffix in ("", *SUFFIXES):
-        if "/" not in recipe and (path := folder() / f"{recipe}{suffix}").is_file():
-            return path
+        named = None if "/" in recipe else documents.file_at(str(folder() / f"{recipe}{suffix}"))
+        if named is not None:
+            return named
+    shown = f"'{documents.clipped(recipe)}'"
     if "/" in recipe or recipe.endswith(SUFFIXES):
         near = nearest(Path(recipe).stem, names())
-        raise ConfigError(f"there is no recipe file '{recipe}'; {near}")
-    raise ConfigError(f"there is no recipe '{recipe}'; {nearest(recipe, names())}")
+        raise ConfigError(f"there is no recipe file {shown}; {near}")
+    raise ConfigError(f"there is no recipe {shown}; {nearest(recipe, names())}")
 
 
 def load(path: Path) -> Recipe:

@@ -17,11 +17,12 @@ from vllm_specx.cli import flags as flag
 from vllm_specx.cli import network
 from vllm_specx.cli import recipe as recipes
 from vllm_specx.config import ConfigError
+from vllm_specx.documents import clipped
 from vllm_specx.engine.translate import translate
 from vllm_specx.models import embedded
 from vllm_specx.setup import cpu
 
-HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?$")
+HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?$", re.ASCII)
 SECRETS = ("api-key", "hf-token")
 
 
@@ -47,7 +48,13 @@ class Command:
         sys.stderr.flush()
         # The model is found by now, and vLLM warns of variables in its name that it does not know.
         passed = {name: value for name, value in environ.items() if name != embedded.CACHE_VARIABLE}
-        os.execve(self.argv[0], self.argv, {**passed, **self.env})
+        try:
+            os.execve(self.argv[0], self.argv, {**passed, **self.env})
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(
+                f"{self.argv[0]} cannot be started: {reason}; look at the recipe's vllm and env."
+            ) from None
 
 
 def prepare(
@@ -68,6 +75,9 @@ def prepare(
         )
     flags: dict[str, Any] = {"host": "127.0.0.1", "port": 8000, **chosen.vllm}
     flags |= {key: environ[key.upper()] for key in ("host", "port") if environ.get(key.upper())}
+    for key in ("host", "port"):
+        if not isinstance(flags[key], str | int | None) or isinstance(flags[key], bool):
+            raise ConfigError(f"'vllm.{key}' in {path} is {flags[key]!r}; it must be one value.")
     if chosen.speculative is not None:
         flags["speculative-config"] = chosen.speculative
     served = _served_name(model, chosen, environ)
@@ -96,13 +106,15 @@ def check_speculation(arguments: Sequence[str]) -> None:
         text = flag.value_of(name, arguments)
         try:
             given[name] = None if text is None else json.loads(text)
-        except ValueError as error:
-            raise ConfigError(f"--{name} is not valid JSON ({error}): {text}") from None
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"--{name} is not valid JSON ({error}): {clipped(str(text))}"
+            ) from None
         if not isinstance(given[name], dict | None):
             raise ConfigError(f"--{name} must be a JSON mapping, not {text}")
     # The methods and keys of vLLM itself are for vLLM to judge.
     speculative, additional = given.values()
-    translate(speculative, additional, frozenset({"medusa"}), frozenset())
+    translate(speculative, additional, None, frozenset())
 
 
 def resolve(model: str, recipe: Path) -> str:
@@ -111,15 +123,25 @@ def resolve(model: str, recipe: Path) -> str:
         return str(embedded.checkpoint(model))
     looks_local = model.startswith(("/", "./", "../", "~"))
     for base in (Path.cwd(), recipe.absolute().parent):
-        folder = (base / Path(model).expanduser()).resolve()
-        if folder.is_dir() and not (folder / "config.json").is_file() and looks_local:
+        try:
+            folder = (base / Path(model).expanduser()).resolve()
+            is_file, is_folder = folder.is_file(), folder.is_dir()
+        except (OSError, RuntimeError, ValueError):
+            break
+        if is_folder and not (folder / "config.json").is_file() and looks_local:
             raise ConfigError(f"the model folder '{model}' has no config.json.")
-        if folder.is_file() or (folder / "config.json").is_file():
+        if is_file and folder.suffix != ".gguf":
+            raise ConfigError(f"the model '{model}' is a file; name a folder, or a .gguf file.")
+        if is_file or (is_folder and (folder / "config.json").is_file()):
             return str(folder)
     if looks_local:
-        raise ConfigError(f"there is no model folder '{model}'; check MODEL or the recipe's model.")
+        raise ConfigError(
+            f"there is no model folder '{clipped(model)}'; check MODEL or the recipe's model."
+        )
     if not HUB_NAME.match(model):
-        raise ConfigError(f"'{model}' is neither a model folder nor a hub name such as org/name.")
+        raise ConfigError(
+            f"'{clipped(model)}' is neither a model folder nor a hub name such as org/name."
+        )
     return model
 
 
@@ -144,8 +166,11 @@ def _check_listening(
     arguments: Sequence[str], environ: Mapping[str, str], *, starting: bool
 ) -> list[str]:
     """Check host and port; what there is to say about them."""
-    host = flag.value_of("host", arguments) or "127.0.0.1"
-    port = network.port_number(flag.value_of("port", arguments) or "", "the port")
+    host = flag.value_of("host", arguments)
+    host = "127.0.0.1" if host is None else host
+    port = network.port_number(flag.value_of("port", arguments) or "8000", "the port")
+    if not host:
+        raise ConfigError("the host is empty; set HOST to an address, such as 127.0.0.1.")
     names = {flag.name_of(argument) for argument in arguments}
     if "uds" in names:
         return []

@@ -12,6 +12,8 @@ import typer
 
 from vllm_specx.config import ConfigError
 
+PICTURES = (".png", ".svg", ".pdf")
+
 
 def simulate(
     scenario: Annotated[Path, typer.Argument(help="A scenario file, as in benchmarks/simulate/.")],
@@ -30,6 +32,10 @@ def simulate(
     from vllm_specx.plan import simulate as simulation
 
     chosen = scenarios.load(scenario)
+    if plot is not None and (plot.suffix not in PICTURES or plot.is_dir()):
+        raise ConfigError(
+            f"--plot is '{plot}'; it must name a file that ends in {', '.join(PICTURES)}."
+        )
     for path in (json_out, plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"there is no folder '{path.parent}' to write {path.name} into.")

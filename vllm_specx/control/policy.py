@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Mapping
@@ -75,7 +76,7 @@ def rule_for(extra_args: Mapping[str, Any] | None, temperature: float | None, ma
     for key in (SCENARIO_KEY, K_KEY):
         value = (extra_args or {}).get(key)
         if said := _problem_of(key, value, max_k):
-            logger.warning("vllm_specx: ignored: %s", said)
+            warn_of(said)
         elif value is not None:
             given[key] = value
     name = str(given.get(SCENARIO_KEY, ""))
@@ -91,6 +92,25 @@ def rule_for(extra_args: Mapping[str, Any] | None, temperature: float | None, ma
     return Rule(pool, rejection, start_k, fixed)
 
 
+_SHOWN = 60
+_MOST_WARNINGS = 100
+_warnings = itertools.count(1)
+
+
+def shown(value: Any) -> str:
+    """A client's value for a message: its first characters."""
+    text = repr(value[: 2 * _SHOWN] if isinstance(value, str) else value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def warn_of(said: str) -> None:
+    """Log what a client has wrong, so often that it is seen and no client can fill the log."""
+    number = next(_warnings)
+    if number <= _MOST_WARNINGS:
+        last = "" if number < _MOST_WARNINGS else " Further ones are not logged."
+        logger.warning("vllm_specx: ignored: %s%s", said, last)
+
+
 def _problem_of(key: str, value: Any, max_k: int) -> str | None:
     if value is None:
         return None
@@ -98,7 +118,7 @@ def _problem_of(key: str, value: Any, max_k: int) -> str | None:
         if isinstance(value, str) and _NAME.fullmatch(value):
             return None
         return (
-            f"{SCENARIO_KEY} is {value!r}; it must be one of {', '.join(SCENARIOS)}, "
+            f"{SCENARIO_KEY} is {shown(value)}; it must be one of {', '.join(SCENARIOS)}, "
             "or another name of at most 64 letters, digits, dots, dashes and underscores."
         )
     whole = not isinstance(value, bool) and (
@@ -108,4 +128,4 @@ def _problem_of(key: str, value: Any, max_k: int) -> str | None:
     )
     if whole and 0 <= int(value) <= max_k:
         return None
-    return f"{K_KEY} is {value!r}; it must be a whole number from 0 to {max_k}."
+    return f"{K_KEY} is {shown(value)}; it must be a whole number from 0 to {max_k}."

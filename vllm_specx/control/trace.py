@@ -21,15 +21,16 @@ class Trace:
 
     def __init__(self, path: str | Path, lines: int = 64) -> None:
         """lines: how many are kept in memory before they are written."""
-        self.path = Path(path).expanduser()
+        self.path = Path(path)
         self._lines = lines
         self._buffer: list[str] = []
         self._file: TextIOWrapper | None = None
         self._flushed = time.monotonic()
         try:
+            self.path = self.path.expanduser()
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a", encoding="utf-8")
-        except OSError as error:
+        except (OSError, RuntimeError, ValueError) as error:
             self._end(error)
 
     @property
@@ -65,7 +66,7 @@ class Trace:
             self._file.close()
             self._file = None
 
-    def _end(self, error: OSError) -> None:
+    def _end(self, error: Exception) -> None:
         logger.warning(
             "vllm_specx: no controller trace: %s cannot be written: %s", self.path, error
         )

@@ -9,6 +9,8 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_specx.control.policy import shown, warn_of
+
 POOL_KEY = "specx_pool"
 SALT_KEY = "specx_cache_salt_digest"
 DEFAULT_POOL = "default"
@@ -32,7 +34,10 @@ def pool_of(extra_args: Mapping[str, Any] | None) -> str | None:
     """The pool's name for a request's extra_args; None: it shares nothing."""
     extra = extra_args or {}
     name = extra.get(POOL_KEY, DEFAULT_POOL)
-    if not isinstance(name, str) or name == OFF:
+    if not isinstance(name, str):
+        warn_of(f"{POOL_KEY} is {shown(name)}; it must be a name, or 'off'. Nothing is shared.")
+        return None
+    if name == OFF:
         return None
     salt = extra.get(SALT_KEY)
     return name if salt is None else f"{name}\0{salt}"

@@ -28,13 +28,13 @@ MAX_SPECULATIVE_TOKENS = 128
 def translate(
     speculative: Mapping[str, Any] | None,
     additional: Mapping[str, Any] | None,
-    vllm_methods: frozenset[str],
+    vllm_methods: frozenset[str] | None,
     vllm_keys: frozenset[str],
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
     """vLLM's (speculative_config, additional_config) for what the user wrote.
 
     Configurations without specx come back as they are. vllm_methods and vllm_keys are the methods
-    and keys that this vLLM knows. Raises ConfigError.
+    and keys that this vLLM knows; None: it will judge the method itself. Raises ConfigError.
     """
     speculative = None if speculative is None else dict(speculative)
     additional = dict(additional or {})
@@ -43,7 +43,7 @@ def translate(
             _parse_stock(additional[SELECTED])
         return speculative, additional
     method = speculative.get("method")
-    if method == "medusa" and "medusa" not in vllm_methods:
+    if method == "medusa" and vllm_methods is not None and "medusa" not in vllm_methods:
         logger.info(
             "vllm_specx: this vLLM has no method 'medusa' any more; taking it as 'specx:medusa'."
         )
@@ -59,7 +59,7 @@ def translate(
             )
         additional[SELECTED] = speculative.pop(SELECTED)
     if SELECTED in additional:
-        if isinstance(method, str) and method not in vllm_methods:
+        if isinstance(method, str) and vllm_methods is not None and method not in vllm_methods:
             raise ConfigError(
                 f"unknown method '{method}'; {config.nearest(method, sorted(vllm_methods))}"
             )
@@ -81,8 +81,12 @@ def _short_form(
     for written, value in speculative.items():
         key = written.replace("-", "_")
         key = MODEL_KEY.get(name, key) if key == "model" else key
-        if key in ("method", "proposer"):
+        if key == "method":
             continue
+        if key == "proposer":
+            raise ConfigError(f"'{written}' is not needed: method '{method}' says it; take it out.")
+        if key in own or key in passed:
+            raise ConfigError(f"'{written}' is given twice for method '{method}'; keep one.")
         if key in model.model_fields:
             own[key] = value
         elif key in PASSED_ON:

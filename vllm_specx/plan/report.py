@@ -23,11 +23,12 @@ def to_json(scenario: Simulation, results: Sequence[Result]) -> dict[str, Any]:
 
 def table(scenario: Simulation, results: Sequence[Result]) -> Any:
     """A rich.table.Table, one row a policy."""
+    from rich.markup import escape
     from rich.table import Table
 
     ranges = list(dict.fromkeys(name for result in results for name in result.by_batch))
     ranges.sort(key=lambda name: int(name.split("-")[0]))
-    shown = Table(title=f"{scenario.name}: predicted tokens/s of decode steps")
+    shown = Table(title=f"{escape(scenario.name)}: predicted tokens/s of decode steps")
     shown.add_column("K", no_wrap=True)
     for name in ("tok/s", "vs none", "ms/token", "p95", "accepted"):
         shown.add_column(name, justify="right")

@@ -16,10 +16,12 @@ from vllm_specx.plan.gpus import GPUS
 Positive = Annotated[float, Field(gt=0.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Tokens = Annotated[int, Field(ge=1, le=1_000_000)]
+Milliseconds = Annotated[float, Field(ge=1e-3, le=1e7)]
+MOST_REQUESTS = 100_000
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Shift(_Strict):
@@ -50,8 +52,8 @@ class Poisson(_Strict):
     """Requests come by themselves."""
 
     kind: Literal["poisson"]
-    per_second: Positive
-    requests: Annotated[int, Field(ge=1, le=100_000)]
+    per_second: Annotated[float, Field(ge=1e-6, le=1e6)]
+    requests: Annotated[int, Field(ge=1, le=MOST_REQUESTS)]
 
 
 class Levels(_Strict):
@@ -61,12 +63,22 @@ class Levels(_Strict):
     levels: Annotated[list[tuple[Tokens, Tokens]], Field(min_length=1)]
     """[concurrent requests, how many of them in all] one after the other."""
 
+    @model_validator(mode="after")
+    def _not_too_many(self) -> Levels:
+        total = sum(count for _, count in self.levels)
+        if total > MOST_REQUESTS:
+            raise ValueError(f"{total} requests are too many; at most {MOST_REQUESTS}")
+        return self
+
 
 class Recorded(_Strict):
     """Requests of a recording."""
 
     kind: Literal["trace"]
-    requests: Annotated[list[tuple[float, str, Tokens, Tokens]], Field(min_length=1)]
+    requests: Annotated[
+        list[tuple[Annotated[float, Field(ge=0.0)], str, Tokens, Tokens]],
+        Field(min_length=1, max_length=MOST_REQUESTS),
+    ]
     """[arrival in seconds, kind of work, prompt tokens, output tokens]"""
 
 
@@ -74,9 +86,9 @@ class Measured(_Strict):
     """Step times that were measured."""
 
     kind: Literal["measured"]
-    ms: dict[Annotated[int, Field(ge=1)], dict[Annotated[int, Field(ge=0)], Positive]]
+    ms: dict[Annotated[int, Field(ge=1)], dict[Annotated[int, Field(ge=0)], Milliseconds]]
     """Milliseconds by batch, then by K."""
-    prefill_tokens_per_second: Positive = 1500.0
+    prefill_tokens_per_second: Annotated[float, Field(ge=0.1, le=1e9)] = 1500.0
     draft_step_ms: Annotated[float, Field(ge=0.0)] = 0.0
 
     @model_validator(mode="after")
@@ -144,7 +156,7 @@ class Simulation(_Strict):
     """A whole scenario file."""
 
     name: str
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     max_k: Annotated[int, Field(ge=1, le=128)] = 16
     static_k: Annotated[list[Annotated[int, Field(ge=1, le=128)]], Field(min_length=1)] = [
         1, 2, 3, 4, 5, 6, 8, 12, 16,
@@ -160,6 +172,12 @@ class Simulation(_Strict):
     cost: Annotated[Measured | Roofline, Field(discriminator="kind")]
     noise: Noise = Noise()
     controller: ControllerConfig = ControllerConfig()
+
+    @model_validator(mode="after")
+    def _some_fixed_k(self) -> Simulation:
+        if min(self.static_k) > self.max_k:
+            raise ValueError(f"no K of static_k is within max_k, which is {self.max_k}")
+        return self
 
     @model_validator(mode="after")
     def _names_are_known(self) -> Simulation:
@@ -204,8 +222,10 @@ class Simulation(_Strict):
 
 def load(path: Path) -> Simulation:
     """Read and validate a scenario. Raises ConfigError, one sentence that names file, key and fix."""
-    if not path.exists():
-        raise ConfigError(f"there is no scenario file '{path}'; benchmarks/simulate/ has some.")
+    if documents.file_at(str(path)) is None:
+        raise ConfigError(
+            f"there is no scenario file '{documents.clipped(str(path))}'; benchmarks/simulate/ has some."
+        )
     return documents.load(path, "scenario", Simulation, _keys())
 
 
