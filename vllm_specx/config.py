@@ -110,8 +110,8 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
             owner = annotation
         return f"unknown key '{path}' in specx; {nearest(str(first['loc'][-1]), list(owner.model_fields))}"
     if first["type"] == "missing":
-        said = " (the key 'model' beside the method)" if path == "heads" else ""
-        return f"'{path}' in specx{said} is missing; add it."
+        also = ", or 'model' beside the method" if path == "heads" else ""
+        return f"'{path}' in specx is missing; add it{also}."
     message = first["msg"].removeprefix("Value error, ").rstrip(".")
     if not first["loc"]:
         return f"specx: {message}."
