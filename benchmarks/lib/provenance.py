@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,20 @@ def load() -> list[float]:
     return [round(value, 2) for value in os.getloadavg()]
 
 
+def command(arguments: Sequence[str]) -> str:
+    """A command line without this machine's folders: of an absolute path, its last part."""
+    shorter = []
+    for argument in arguments:
+        key, equals, path = argument.rpartition("=")
+        shorter.append(key + equals + Path(path).name if path.startswith("/") else argument)
+    return " ".join(shorter)
+
+
 def describe() -> dict[str, Any]:
     """Everything above, for the head of a result."""
-    command = " ".join([Path(sys.executable).name, *sys.orig_argv[1:]])
-    return {"command": command, "git": git(), "versions": versions(), "cpu": cpu()}
+    return {
+        "command": command([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "git": git(),
+        "versions": versions(),
+        "cpu": cpu(),
+    }

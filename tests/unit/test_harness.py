@@ -21,6 +21,7 @@ from benchmarks.lib.errors import BenchError  # noqa: E402
 from benchmarks.lib.partial import Partial  # noqa: E402
 from benchmarks.lib.processes import ProcessGroup, environment  # noqa: E402
 from benchmarks.lib.prompts import make_prompts, read_lines, vary  # noqa: E402
+from benchmarks.lib.provenance import command  # noqa: E402
 from benchmarks.lib.report import ALL, add_ratios, aggregate, table  # noqa: E402
 from benchmarks.lib.rounds import interleave, record  # noqa: E402
 from benchmarks.lib.scenario import load_scenario  # noqa: E402
@@ -429,3 +430,16 @@ def test_flags() -> None:
         "--dtype", "float32", "--enforce-eager", "--no-enable-prefix-caching",
         "--max-model-len", "64", "--speculative-config", '{"method": "ngram"}',
     ]  # fmt: skip
+
+
+def test_a_recorded_command_names_no_folder_of_this_machine() -> None:
+    written = [
+        "python",
+        "-m",
+        "x",
+        "benchmarks/a.yaml",
+        "--out",
+        "/tmp/b c/r.json",
+        "--dataset=q=/d/q.jsonl",
+    ]
+    assert command(written) == "python -m x benchmarks/a.yaml --out r.json --dataset=q=q.jsonl"
