@@ -106,7 +106,7 @@ def errors(lines: Sequence[Line]) -> dict[str, float]:
 
 
 def settled(lines: Sequence[Line]) -> dict[str, float]:
-    """Steps until the drafted tokens a request stay near what the phase settles at."""
+    """Steps until the drafted tokens a request are first near what the phase settles at."""
     drafted = [sum(line["drafted"]) / line["batch"] for line in lines]
     means = [statistics.fmean(drafted[i : i + NEAR]) for i in range(len(drafted) - NEAR + 1)]
     late = means[len(means) // 3 :]

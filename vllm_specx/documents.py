@@ -27,12 +27,6 @@ def file_at(name: str) -> Path | None:
         return None
 
 
-def clipped(text: str, most: int = 100) -> str:
-    """The beginning of a text, on one line, for a message."""
-    line = " ".join(text.split())
-    return line if len(line) <= most else f"{line[:most]}..."
-
-
 def load(path: Path, kind: str, model: type[ModelT], keys: Sequence[str] | None = None) -> ModelT:
     """The file's content as a `model`.
 

@@ -32,7 +32,8 @@ def test_k_follows_a_change_of_workload_within_30_steps(
 ) -> None:
     """Drafts are accepted at 0.8, from some step on at 0.05, later at 0.8 again.
 
-    30 steps after each change K is worth at least 0.95 of the best K, in the median of 15 steps of three runs.
+    30 steps after each change K is worth at least 0.95 of the best K, in the median of 15 steps of
+    three runs.
     """
     reached: dict[int, list[float]] = {}
     now = {"chance": 0.0}

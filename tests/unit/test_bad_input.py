@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from vllm_specx.cli import main
-from vllm_specx.control.policy import rule_for, shown
+from vllm_specx.control.policy import rule_for
 from vllm_specx.engine.pools import pool_of
+from vllm_specx.messages import shown
 
 ROOT = Path(__file__).parents[2]
 Refused = Callable[..., str]
@@ -201,9 +202,9 @@ def test_a_client_cannot_fill_the_log(
 ) -> None:
     import itertools
 
-    from vllm_specx.control import policy
+    from vllm_specx import messages
 
-    monkeypatch.setattr(policy, "_warnings", itertools.count(1))
+    monkeypatch.setattr(messages, "_warnings", itertools.count(1))
     for number in range(300):
         rule_for({"specx_k": -number - 1}, 0.0, 8)
     assert len(caplog.records) == 100

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 import vllm_specx
 from vllm_specx import documents
 from vllm_specx.config import ConfigError, nearest
+from vllm_specx.messages import clipped
 
 SUFFIXES = (".yaml", ".yml")
 FLAG_NAME = re.compile(r"^[A-Za-z][A-Za-z0-9.-]*$")
@@ -80,7 +81,7 @@ def find(recipe: str) -> Path:
         named = None if "/" in recipe else documents.file_at(str(folder() / f"{recipe}{suffix}"))
         if named is not None:
             return named
-    shown = f"'{documents.clipped(recipe)}'"
+    shown = f"'{clipped(recipe)}'"
     if "/" in recipe or recipe.endswith(SUFFIXES):
         near = nearest(Path(recipe).stem, names())
         raise ConfigError(f"there is no recipe file {shown}; {near}")

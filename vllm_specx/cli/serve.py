@@ -17,8 +17,8 @@ from vllm_specx.cli import flags as flag
 from vllm_specx.cli import network
 from vllm_specx.cli import recipe as recipes
 from vllm_specx.config import ConfigError
-from vllm_specx.documents import clipped
 from vllm_specx.engine.translate import translate
+from vllm_specx.messages import clipped
 from vllm_specx.models import embedded
 from vllm_specx.setup import cpu
 

@@ -1,14 +1,8 @@
-"""K for each request of a step: the draft lengths that make the most tokens per unit of time.
-
-Goodput of a choice K_1..K_B is  sum_i E_i(K_i) / T(B, B + sum_i C_i(K_i), max_i K_i)  where E_i is the
-expected number of tokens, C_i the expected number of verified draft tokens. The gains of one more
-token fall with depth, so for every total the best choice is the largest gains (greedy), and the best
-total is found by looking at all of them, 0 included (cf. arXiv 2406.14066, SmartSpec).
-"""
+"""K for each request of a step: learned from what steps show, weighed (choice.py), kept while it is good
+enough, and tried (probing.py)."""
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,8 +18,6 @@ from vllm_specx.control.policy import PRIOR_REJECTION, Rule
 from vllm_specx.control.probing import Plan, Probing
 from vllm_specx.control.settings import ControllerConfig
 from vllm_specx.control.trace import Trace
-
-logger = logging.getLogger(f"vllm.{__name__}")
 
 NO_LIMIT = 1 << 30
 _UNEVEN = 0.01  # what different K must promise over one K: the best of many is partly luck
@@ -196,7 +188,7 @@ class Controller:
             plan = self._think(slots, cap)
         most = self.config.changes_per_100_steps
         self._turns = min(self._turns + most / 100, most)
-        trial = self._probing.trial(plan, self.steps, self.steps - self._seen_at[slots])
+        trial = self._probing.trial(plan, self.steps, self._seen_at)
         if trial is None:
             self._decision = plan.answer
         else:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-logger = logging.getLogger(f"vllm.{__name__}")
+from vllm_specx.messages import shown, warn_of
 
 SCENARIO_KEY = "specx_scenario"
 K_KEY = "specx_k"
@@ -90,25 +88,6 @@ def rule_for(extra_args: Mapping[str, Any] | None, temperature: float | None, ma
         pool = f"{name}@hot"
     fixed = int(given[K_KEY]) if K_KEY in given else None
     return Rule(pool, rejection, start_k, fixed)
-
-
-_SHOWN = 60
-_MOST_WARNINGS = 100
-_warnings = itertools.count(1)
-
-
-def shown(value: Any) -> str:
-    """A client's value for a message: its first characters."""
-    text = repr(value[: 2 * _SHOWN] if isinstance(value, str) else value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-
-
-def warn_of(said: str) -> None:
-    """Log what a client has wrong, so often that it is seen and no client can fill the log."""
-    number = next(_warnings)
-    if number <= _MOST_WARNINGS:
-        last = "" if number < _MOST_WARNINGS else " Further ones are not logged."
-        logger.warning("vllm_specx: ignored: %s%s", said, last)
 
 
 def _problem_of(key: str, value: Any, max_k: int) -> str | None:

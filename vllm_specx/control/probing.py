@@ -65,12 +65,12 @@ class Probing:
         """Of all time, what trials are thought to have cost."""
         return self._spent / self._passed if self._passed else 0.0
 
-    def trial(self, plan: Plan, step: int, silent: IntArray) -> IntArray | None:
+    def trial(self, plan: Plan, step: int, seen_at: IntArray) -> IntArray | None:
         """int [B]: a K vector to try in place of the plan's, if it can be paid; most times None.
 
         Either one request that drafts nothing drafts a little, which shows its acceptance, or all K
         are shifted, which shows the time of steps of other sizes (and all acceptances).
-        silent: int [B], steps since each request was last drafted for.
+        seen_at: int [slots], the step in which each request was last drafted for.
         """
         since = step - self._last
         burst = self._hot and since <= 2 and self._burst < _BURST
@@ -83,12 +83,14 @@ class Probing:
         if not plan.free.any():
             return None
         trial, who = (
-            self._lift(plan, burst, silent) if burst or not self._shifts_next else (None, None)
+            self._lift(plan, burst, step, seen_at)
+            if burst or not self._shifts_next
+            else (None, None)
         )
         if trial is None:
             trial, who = self._shift(plan, step)
         if trial is None and self._shifts_next:
-            trial, who = self._lift(plan, burst, silent)
+            trial, who = self._lift(plan, burst, step, seen_at)
         if trial is None or who is None:
             self._last = step
             return None
@@ -127,13 +129,13 @@ class Probing:
         self._bank = min(self._bank + self._share * counted, limit)
 
     def _lift(
-        self, plan: Plan, burst: bool, silent: IntArray
+        self, plan: Plan, burst: bool, step: int, seen_at: IntArray
     ) -> tuple[IntArray | None, IntArray | None]:
         """A trial where the idle request that was silent longest drafts; more after a success."""
         slots, k = plan.slots, plan.k
         if not plan.idle:
             return None, None
-        quiet = np.where(plan.free & (k == 0), silent, -1)
+        quiet = np.where(plan.free & (k == 0), step - seen_at[slots], -1)
         which = int(quiet.argmax())
         if not burst and quiet[which] < _PAUSE:
             return None, None

@@ -57,7 +57,7 @@ def kind_of(temperature: float) -> int:
 
 
 def initial_weights() -> FloatArray:
-    """float64 [kinds * kernels.WEIGHTS]: log-odds of each feature, in the order of the kernels' offsets."""
+    """float64 [kinds * kernels.WEIGHTS]: log-odds of each feature, in the kernels' order."""
     return np.concatenate(
         [
             part

@@ -18,7 +18,7 @@ def goodput_lengths(reach: FloatArray, budgets: IntArray, costs: FloatArray) -> 
     in a straight line. Returns int32 [B].
 
     Reach falls with depth, so the n likeliest tokens of the batch are always whole drafts'
-    beginnings; every n is tried (the controller chooses K by the same rule, control/controller.py).
+    beginnings; every n is tried (the controller chooses K by the same rule, control/choice.py).
     """
     size, depth = reach.shape
     allowed = np.arange(depth) < budgets[:, None]

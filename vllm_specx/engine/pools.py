@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_specx.control.policy import shown, warn_of
+from vllm_specx.messages import shown, warn_of
 
 POOL_KEY = "specx_pool"
 SALT_KEY = "specx_cache_salt_digest"

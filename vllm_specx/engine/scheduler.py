@@ -126,4 +126,4 @@ class SpecxScheduler(_Steered, Scheduler):
 
 
 class SpecxAsyncScheduler(_Steered, AsyncScheduler):
-    """For asynchronous scheduling: all requests draft as much as the largest K, and each verifies its own."""
+    """For asynchronous scheduling: all requests draft the largest K, and each verifies its own."""

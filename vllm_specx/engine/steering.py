@@ -2,8 +2,9 @@
 
 Where a method drafts for nothing (n-gram, suffix) K is chosen after drafting, by cutting drafts;
 where each draft token costs a forward, or drafts stay on the device (asynchronous scheduling), it
-is chosen before; drafts that stay on the device are cut by verifying fewer of a request's. Our n-gram lookahead chooses its lengths itself, token by token, from the step
-times that travel to it with the scheduler's output (DraftPlan).
+is chosen before; drafts that stay on the device are cut by verifying fewer of a request's. Our n-gram
+lookahead chooses its lengths itself, token by token, from the step times that travel to it with the
+scheduler's output (DraftPlan).
 """
 
 from __future__ import annotations

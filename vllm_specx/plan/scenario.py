@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from vllm_specx import documents
 from vllm_specx.config import ConfigError, nearest
 from vllm_specx.control.settings import ControllerConfig
+from vllm_specx.messages import clipped
 from vllm_specx.plan.curves import Curve, MeasuredCurve, RooflineCurve, Transformer
 from vllm_specx.plan.gpus import GPUS
 
@@ -224,7 +225,7 @@ def load(path: Path) -> Simulation:
     """Read and validate a scenario. Raises ConfigError, one sentence that names file, key and fix."""
     if documents.file_at(str(path)) is None:
         raise ConfigError(
-            f"there is no scenario file '{documents.clipped(str(path))}'; benchmarks/simulate/ has some."
+            f"there is no scenario file '{clipped(str(path))}'; benchmarks/simulate/ has some."
         )
     return documents.load(path, "scenario", Simulation, _keys())
 

@@ -41,8 +41,8 @@ def environment(
 ) -> tuple[dict[str, str], list[str]]:
     """Variables to add to `environ`, and one sentence on each.
 
-    LD_PRELOAD gets Intel OpenMP (without it speculation is slow) and tcmalloc, in front of what is there;
-    VLLM_CPU_KVCACHE_SPACE (GiB) a share of the free memory. What the user has set stays.
+    LD_PRELOAD gets Intel OpenMP (without it speculation is slow) and tcmalloc, in front of what is
+    there; VLLM_CPU_KVCACHE_SPACE (GiB) a share of the free memory. What the user has set stays.
     """
     added: dict[str, str] = {}
     notes: list[str] = []
