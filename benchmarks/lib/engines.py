@@ -18,6 +18,7 @@ import httpx
 
 from benchmarks.lib.counters import Counters
 from benchmarks.lib.errors import BenchError
+from benchmarks.lib.models import resolve_draft
 from benchmarks.lib.processes import ProcessGroup, environment
 from benchmarks.lib.prompts import Prompt
 from benchmarks.lib.scenario import Configuration, Sampling, Scenario
@@ -63,7 +64,7 @@ class Engine(ABC):
         self.env = environment(scenario.env, configuration.env)
         args = {**ENGINE_ARGS, **scenario.engine_args, **configuration.engine_args}
         if configuration.speculative_config is not None:
-            args["speculative_config"] = dict(configuration.speculative_config)
+            args["speculative_config"] = resolve_draft(configuration.speculative_config, model)
         self.args = args
         self.model = model
         self.group = ProcessGroup(self._command(), self.env, log, pipes=scenario.mode == "engine")

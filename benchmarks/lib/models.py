@@ -1,12 +1,19 @@
-"""The `model` of a scenario: a path, a hub name, `embedded:NAME`, or `twin:LAYERS`."""
+"""The `model` of a scenario: a path, a hub name, `embedded:NAME`, or `twin:LAYERS`; and of a draft:
+`stock-medusa:HEADS` is a checkpoint of ours in the form that vLLM's own `medusa` loads."""
 
 from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from benchmarks.lib.errors import BenchError
 from vllm_specx.config import ConfigError
 from vllm_specx.models import embedded
 
 TWIN = "twin:"
+STOCK_MEDUSA = "stock-medusa:"
 
 
 def resolve(model: str) -> str:
@@ -22,3 +29,32 @@ def resolve(model: str) -> str:
         return str(embedded.checkpoint(model)) if embedded.is_embedded(model) else model
     except ConfigError as error:
         raise BenchError(str(error)) from None
+
+
+def resolve_draft(speculative: Mapping[str, Any], target: str) -> dict[str, Any]:
+    """The speculative config for vLLM; target: what `resolve` said."""
+    draft = speculative.get("model")
+    if not isinstance(draft, str) or not draft.startswith(STOCK_MEDUSA):
+        return dict(speculative)
+    try:
+        return {
+            **speculative,
+            "model": str(_for_stock(Path(draft.removeprefix(STOCK_MEDUSA)), target)),
+        }
+    except ConfigError as error:
+        raise BenchError(str(error)) from None
+
+
+def _for_stock(heads: Path, target: str) -> Path:
+    from vllm_specx.draft.checkpoints import TargetShape, load_heads, save_for_vllm
+    from vllm_specx.train.target import load_target
+
+    weights = load_target(target)
+    rows, hidden = weights.lm_head.shape
+    loaded = load_heads(heads, TargetShape(hidden, rows, weights.lm_head.dtype))
+    files = sorted(file for file in heads.rglob("*.safetensors"))
+    content = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    folder = embedded.cache_root() / f"stock-medusa-{content}"
+    if not (folder / "config.json").exists():  # the last file that is written
+        save_for_vllm(loaded, weights.lm_head, folder)
+    return folder

@@ -12,11 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.training import tiny_target
 from vllm_specx.setup import cpu
 from vllm_specx.train import shards
 from vllm_specx.train.generate import GIVEN, GREEDY, SAMPLED, GenerateSettings
+from vllm_specx.train.hidden import HiddenSettings, HiddenStates
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -25,16 +27,22 @@ def _group(child: subprocess.Popen[bytes], number: int) -> None:
     os.killpg(child.pid, number)
 
 
+def _same_direction(recorded: np.ndarray, computed: np.ndarray) -> np.ndarray:
+    a, b = (torch.from_numpy(x.copy()).view(torch.bfloat16).float() for x in (recorded, computed))
+    return torch.nn.functional.cosine_similarity(a, b).numpy()
+
+
 def test_killed_generation_goes_on(tmp_path: Path) -> None:
     target = tiny_target(tmp_path / "target")
     settings = GenerateSettings(
         target=str(target), tokens=6000, max_answer=48, max_length=512, conversations=24, batch=16,
         own_share=0.2, follow_up_share=0.5,
     )  # fmt: skip
-    file, folder = tmp_path / "settings.json", tmp_path / "text"
+    file, folder, hidden = (tmp_path / name for name in ("settings.json", "text", "hidden"))
     file.write_text(settings.model_dump_json())
     environment, _ = cpu.environment(dict(os.environ), extra_flags=())
-    command = [sys.executable, "-m", "vllm_specx.train.generate", str(file), str(folder)]
+    command = [sys.executable, "-m", "vllm_specx.train.generate", str(file), str(folder), "0/1"]
+    command.append(str(hidden))
     child = subprocess.Popen(
         command, env={**os.environ, **environment}, stderr=subprocess.PIPE, start_new_session=True
     )
@@ -57,6 +65,7 @@ def test_killed_generation_goes_on(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "text-00000" in done.stderr and "made anew" in done.stderr
     total = 0
+    states = HiddenStates(HiddenSettings(target=str(target), dtype="float32"))
     for i in shards.indices(folder, "text"):
         shard = shards.read_shard(shards.shard_path(folder, "text", i))
         if 0 < i < len(made):
@@ -67,5 +76,11 @@ def test_killed_generation_goes_on(tmp_path: Path) -> None:
         assert int((arrays["source"] > 0).sum()) == int(shard.meta["generated"])
         assert set(json.loads(shard.meta["tasks"])) > {"code"}
         total += int(shard.meta["generated"])
+        recorded = shards.read_shard(shards.shard_path(hidden, "hidden", i)).arrays["last"]
+        computed, _ = states(arrays["tokens"], arrays["offsets"])
+        speaking = np.flatnonzero(arrays["source"]) - 1
+        assert recorded.shape == computed.shape
+        assert _same_direction(recorded[speaking], computed[speaking]).min() > 0.999
+        assert not np.delete(recorded, speaking, axis=0).any()
     assert total >= 6000
     assert not list(folder.glob(".*"))

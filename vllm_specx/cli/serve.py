@@ -79,7 +79,7 @@ def prepare(
         if not isinstance(flags[key], str | int | None) or isinstance(flags[key], bool):
             raise ConfigError(f"'vllm.{key}' in {path} is {flags[key]!r}; it must be one value.")
     if chosen.speculative is not None:
-        flags["speculative-config"] = chosen.speculative
+        flags["speculative-config"] = with_heads(chosen.speculative, path)
     served = _served_name(model, chosen, environ)
     if served is not None:
         flags["served-model-name"] = served
@@ -143,6 +143,33 @@ def resolve(model: str, recipe: Path) -> str:
             f"'{clipped(model)}' is neither a model folder nor a hub name such as org/name."
         )
     return model
+
+
+def with_heads(speculative: Mapping[str, Any], recipe: Path) -> dict[str, Any]:
+    """A recipe's speculative mapping with the heads' path, which may be relative to the recipe, made
+    absolute; hub names stay. Raises ConfigError."""
+    found = dict(speculative)
+    given = [key for key in ("model", "heads") if isinstance(found.get(key), str)]
+    if found.get("method") == "specx:medusa" and len(given) == 1:
+        key = given[0]
+        heads = found[key]
+        paths = [base / Path(heads).expanduser() for base in (recipe.absolute().parent, Path.cwd())]
+        there = next((path for path in paths if _exists(path)), None)
+        if there is not None:
+            found[key] = str(there)
+        elif heads.count("/") != 1 or not HUB_NAME.match(heads):
+            raise ConfigError(
+                f"there are no heads '{clipped(heads)}'; check '{key}' in {recipe}, a path relative to "
+                "the recipe or a hub name."
+            )
+    return found
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def vllm_program() -> str:

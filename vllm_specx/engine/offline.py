@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from vllm_specx.engine import recorder
 
 
 @dataclass(frozen=True)
@@ -18,21 +22,40 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """token_ids: with the end-of-sequence token, if the model came to its end (finished)."""
+    """token_ids: with the end-of-sequence token, if the model came to its end (finished).
+    states: uint16 [tokens, hidden], the bfloat16 bits of the hidden state that each token was sampled
+    from; None if they were not recorded."""
 
     token_ids: list[int]
     text: str
     finished: bool
+    states: recorder.States | None = None
 
 
 class OfflineTarget:
-    """A vLLM engine without speculation that generates for lists of token ids."""
+    """A vLLM engine without speculation that generates for lists of token ids.
 
-    def __init__(self, model: str, *, batch: int, max_model_len: int, **engine_args: Any) -> None:
+    record: keep the hidden states that tokens are sampled from.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        batch: int,
+        max_model_len: int,
+        record: bool = False,
+        **engine_args: Any,
+    ) -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
         from vllm import LLM
 
+        self._folder = tempfile.TemporaryDirectory(prefix="vllm_specx_") if record else None
+        self._record: Path | None = None
+        if self._folder is not None:
+            self._record = Path(self._folder.name) / "states"
+            engine_args |= recorder.engine_args(self._record)
         self._llm = LLM(
             model=model,
             max_num_seqs=batch,
@@ -48,15 +71,42 @@ class OfflineTarget:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]
     ) -> list[Completion]:
-        """One completion a prompt, in order; all prompts are given to the engine at once."""
+        """One completion a prompt, in order; all prompts are given to the engine at once.
+
+        Greedy ones first: vLLM's sampler draws random numbers for a whole batch as soon as one
+        request in it samples, which on a CPU costs as much as the forward.
+        """
         from vllm import SamplingParams
 
         if not prompts:
             return []
+        order = sorted(range(len(prompts)), key=lambda i: sampling[i].temperature > 0)
         params = [
-            SamplingParams(temperature=s.temperature, max_tokens=s.max_tokens) for s in sampling
+            SamplingParams(
+                temperature=sampling[i].temperature,
+                max_tokens=sampling[i].max_tokens,
+                extra_args=recorder.label(i) if self._record else None,
+            )
+            for i in order
         ]
-        inputs: Any = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        inputs: Any = [{"prompt_token_ids": list(prompts[i])} for i in order]
         outputs = self._llm.generate(inputs, params, use_tqdm=False)
-        answers = [output.outputs[0] for output in outputs]
-        return [Completion(list(a.token_ids), a.text, a.finish_reason == "stop") for a in answers]
+        ordered = [output for _, output in sorted(zip(order, outputs, strict=True), key=_first)]
+        answers = [output.outputs[0] for output in ordered]
+        states = self._states(
+            [(len(p), len(a.token_ids)) for p, a in zip(prompts, answers, strict=True)]
+        )
+        return [
+            Completion(list(a.token_ids), a.text, a.finish_reason == "stop", kept)
+            for a, kept in zip(answers, states, strict=True)
+        ]
+
+    def _states(self, lengths: list[tuple[int, int]]) -> list[recorder.States | None]:
+        if self._record is None:
+            return [None] * len(lengths)
+        size = self._llm.model_config.hf_text_config.hidden_size
+        return recorder.collect(self._record, size, lengths)
+
+
+def _first(pair: tuple[int, Any]) -> int:
+    return pair[0]

@@ -125,24 +125,21 @@ class Corpus:
         return found
 
     def windows(self, conversations: Ints, width: int) -> Ints:
-        """int64 [n, 2]: stretches of the conversations in which the target speaks."""
-        found = []
-        for i in conversations:
-            begin, end = int(self.offsets[i]), int(self.offsets[i + 1])
-            spoken = np.flatnonzero(self.source[begin:end])
-            if len(spoken) < 3:
-                continue
-            first = begin + max(int(spoken[0]) - 1, 0)
-            found += [(at, min(at + width, end)) for at in range(first, end - 2, width)]
-        return np.array(found, np.int64).reshape(-1, 2)
+        """int64 [n, 3]: stretches in which the target speaks, each from the position before its first
+        token to its end, and the end of the whole answer."""
+        found = [
+            (at, min(at + width, end), end)
+            for begin, end in self._runs(conversations, self.source > 0, shortest=2)
+            for at in range(begin, end - 2, width)
+        ]
+        return np.array(found, np.int64).reshape(-1, 3)
 
     def rows(self, windows: Ints, depth: int) -> Rows:
         """The windows, each followed by what `depth` drafts from its last position reach."""
         hidden, tokens, source, ends, starts = [], [], [], [], []
         at = 0
-        for begin, end in windows:
-            conversation = int(np.searchsorted(self.offsets, begin, side="right")) - 1
-            last = min(int(end) + depth + 1, int(self.offsets[conversation + 1]))
+        for begin, end, answered in windows:
+            last = min(int(end) + depth + 1, int(answered))
             size = last - int(begin)
             hidden.append(self.hidden(int(begin), last))
             tokens.append(self.tokens[begin:last])
@@ -161,15 +158,22 @@ class Corpus:
 
     def greedy_runs(self, conversations: Ints, shortest: int = 8) -> Ints:
         """int64 [n, 2]: from the position before a greedy answer to the answer's end."""
+        found = self._runs(conversations, self.source == GREEDY, shortest)
+        return np.array(found, np.int64).reshape(-1, 2)
+
+    def _runs(
+        self, conversations: Ints, wanted: npt.NDArray[np.bool_], shortest: int
+    ) -> list[tuple[int, int]]:
+        """(position before it, end) of each run of wanted tokens."""
         found = []
         for i in conversations:
             begin, end = int(self.offsets[i]), int(self.offsets[i + 1])
-            greedy = self.source[begin:end] == GREEDY
-            edges = np.flatnonzero(np.diff(np.concatenate([[0], greedy.astype(np.int8), [0]])))
+            inside = wanted[begin:end].astype(np.int8)
+            edges = np.flatnonzero(np.diff(np.concatenate([[0], inside, [0]])))
             for first, last in edges.reshape(-1, 2):
                 if last - first >= shortest and first > 0:
-                    found.append((begin + first - 1, begin + last))
-        return np.array(found, np.int64).reshape(-1, 2)
+                    found.append((begin + int(first) - 1, begin + int(last)))
+        return found
 
 
 class Batches:

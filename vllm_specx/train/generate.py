@@ -1,12 +1,14 @@
 """Self-distillation data: the target answers prompts, and every answer is kept as token ids.
 
-    python -m vllm_specx.train.generate SETTINGS.json FOLDER [PART/PARTS]
+    python -m vllm_specx.train.generate SETTINGS.json FOLDER [PART/PARTS [STATES]]
 
 writes FOLDER/text-00000.safetensors ... with
     tokens int32 [T]: conversations end to end;
     offsets int64 [N+1]: where each begins;
     source uint8 [T]: 0 given, 1 generated greedily, 2 sampled at temperature > 0;
     task uint8 [N]: index into the metadata's `tasks`.
+With STATES, that folder gets the hidden states which the answers were sampled from, as hidden.py
+would compute them (zeros where the text was given), and needs no forward of its own.
 A killed run loses at most the shard it was making; the same command goes on. Several processes may
 fill one folder, each its own part (0/2 and 1/2 take every other shard).
 """
@@ -22,13 +24,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from vllm_specx.train import shards
 from vllm_specx.train.chat import Chat
+from vllm_specx.train.compute import generation_dtype
 from vllm_specx.train.errors import TrainError
 from vllm_specx.train.prompts import Prompt, built_in, from_files
 
@@ -56,7 +60,7 @@ class GenerateSettings(BaseModel):
     max_answer: Annotated[int, Field(ge=1)] = 256
     max_length: Annotated[int, Field(ge=16)] = 1024
     """Tokens of a whole conversation."""
-    conversations: Annotated[int, Field(ge=1)] = 256
+    conversations: Annotated[int, Field(ge=1)] = 512
     """Conversations a shard."""
     batch: Annotated[int, Field(ge=1)] = 64
 
@@ -95,6 +99,16 @@ class _Conversation:
     temperature: float
     open: bool = True
     text: str = field(default="")
+    states: list[tuple[int, npt.NDArray[np.uint16] | None]] = field(default_factory=list)
+    """(row, states from this row on); None if some are missing."""
+
+
+class Made(NamedTuple):
+    """A shard that is not written yet. states: uint16 [T, hidden], if all were recorded."""
+
+    arrays: shards.Arrays
+    meta: dict[str, str]
+    states: npt.NDArray[np.uint16] | None
 
 
 class Generator:
@@ -109,8 +123,8 @@ class Generator:
         self._chat = Chat(target.tokenizer())
         self._given = from_files(settings.prompts) if settings.prompts else None
 
-    def shard(self, index: int) -> tuple[shards.Arrays, dict[str, str]]:
-        """Arrays and metadata of shard `index`; the prompts depend on the seed and the index only."""
+    def shard(self, index: int) -> Made:
+        """Shard `index`; its prompts depend on the seed and the index only."""
         settings = self._settings
         chance = random.Random(f"{settings.seed}/{index}/temperature")
         prompts = self._write_own(
@@ -128,7 +142,8 @@ class Generator:
         self._answer(conversations)
         self._follow_up(conversations)
         self._answer(conversations)
-        return _arrays([c for c in conversations if any(c.source)])
+        answered = [c for c in conversations if any(c.source)]
+        return Made(*_arrays(answered), _states(answered))
 
     def _prompts(self, index: int) -> Iterator[Prompt]:
         settings = self._settings
@@ -169,6 +184,8 @@ class Generator:
             c.open = False
         completions = self._target.generate([c.ids for c in asked], sampling)
         for c, completion in zip(asked, completions, strict=True):
+            # Row t is what token t+1 was sampled from.
+            c.states.append((len(c.ids) - 1, completion.states))
             c.ids += completion.token_ids
             c.source += [SAMPLED if c.temperature else GREEDY] * len(completion.token_ids)
             c.text = completion.text
@@ -200,6 +217,21 @@ def _arrays(conversations: list[_Conversation]) -> tuple[shards.Arrays, dict[str
     return arrays, {"tasks": json.dumps(tasks), "generated": str(int((source > 0).sum()))}
 
 
+def _states(conversations: list[_Conversation]) -> npt.NDArray[np.uint16] | None:
+    recorded = [part for c in conversations for _, part in c.states]
+    known = [part for part in recorded if part is not None]
+    if not known or len(known) < len(recorded):
+        return None
+    states = np.zeros((sum(len(c.ids) for c in conversations), known[0].shape[1]), np.uint16)
+    begin = 0
+    for c in conversations:
+        for row, part in c.states:
+            assert part is not None
+            states[begin + row : begin + row + len(part)] = part
+        begin += len(c.ids)
+    return states
+
+
 def existing(folder: Path, *, check: bool = True) -> dict[int, int]:
     """Whole shards and the tokens generated in each; broken ones are deleted."""
     found = {}
@@ -219,17 +251,25 @@ def generate(
     make_target: Callable[[], Target],
     report: Callable[[int, int], None],
     part: tuple[int, int] = (0, 1),
+    hidden: Path | None = None,
 ) -> int:
     """Fill `folder` until settings.tokens are generated; the number that are there.
 
     make_target: starts the engine, only if there is something to do.
     report: told (tokens so far, tokens wanted) after each shard.
     part: (i, n) makes only the shards whose number is i modulo n.
+    hidden: where the states go that the target has recorded.
     """
+    from vllm_specx.train.hidden import LAST, HiddenSettings
+
     folder.mkdir(parents=True, exist_ok=True)
     if part[1] == 1:
         shards.remove_leftovers(folder)
     shards.check_fingerprint(folder, KIND, settings.fingerprint())
+    if hidden is not None:
+        hidden.mkdir(parents=True, exist_ok=True)
+        made_from = HiddenSettings(target=settings.target).fingerprint()
+        shards.check_fingerprint(hidden, LAST, made_from)
     have = existing(folder)
     total = sum(have.values())
     report(total, settings.tokens)
@@ -239,11 +279,19 @@ def generate(
     for index in itertools.count(part[0], part[1]):
         if index in have:
             continue
-        arrays, meta = generator.shard(index)
-        made = int(meta["generated"])
-        if not made:
+        made = generator.shard(index)
+        if not int(made.meta["generated"]):
             raise TrainError(f"the target {settings.target} answers nothing to the prompts.")
-        shards.write_shard(shards.shard_path(folder, KIND, index), arrays, meta)
+        if hidden is not None and made.states is not None:
+            path = shards.shard_path(hidden, LAST, index)
+            shards.write_shard(path, {"last": made.states}, {})
+        elif hidden is not None:
+            print(
+                "vllm-specx: the engine did not record all states; they take a forward of their own.",
+                file=sys.stderr,
+            )
+        # Last, so that a shard of text that is there has its states.
+        shards.write_shard(shards.shard_path(folder, KIND, index), made.arrays, made.meta)
         total = sum(existing(folder, check=False).values())
         report(total, settings.tokens)
         if total >= settings.tokens:
@@ -251,14 +299,18 @@ def generate(
     return total
 
 
-def engine_target(settings: GenerateSettings) -> Callable[[], Target]:
+def engine_target(settings: GenerateSettings, record: bool) -> Callable[[], Target]:
     """Starts the target with vLLM."""
 
     def make() -> Target:
         from vllm_specx.engine.offline import OfflineTarget
 
         return OfflineTarget(
-            settings.target, batch=settings.batch, max_model_len=settings.max_length
+            settings.target,
+            batch=settings.batch,
+            max_model_len=settings.max_length,
+            record=record,
+            dtype=generation_dtype(settings.target),
         )
 
     return make
@@ -270,15 +322,17 @@ def main(arguments: list[str]) -> int:
 
     settings = GenerateSettings.model_validate_json(Path(arguments[0]).read_text())
     part, parts = (arguments[2] if len(arguments) > 2 else "0/1").split("/")
+    hidden = Path(arguments[3]) if len(arguments) > 3 else None
     began = time.monotonic()
     with Progress("text", "tok") as progress:
         try:
             total = generate(
                 settings,
                 Path(arguments[1]),
-                engine_target(settings),
+                engine_target(settings, record=hidden is not None),
                 progress.update,
                 (int(part), int(parts)),
+                hidden,
             )
         except TrainError as error:
             print(f"vllm-specx: {error}", file=sys.stderr)

@@ -7,7 +7,8 @@ For each text shard (generate.py) FOLDER gets
         which is what vLLM's runner hands to proposers and what lm_head multiplies;
     aux-00000.safetensors     layer.N uint16 [T, hidden], one array an auxiliary layer: the residual
         stream before layer N, as vLLM's set_aux_hidden_state_layers counts them (EAGLE-3).
-A plain forward without a KV cache; a killed run goes on after the last whole shard.
+A plain forward without a KV cache; a killed run goes on after the last whole shard. Shards that the
+engine has recorded while it generated (generate.py) are taken as they are.
 """
 
 from __future__ import annotations
@@ -49,7 +50,6 @@ class HiddenSettings(BaseModel):
         return {
             "target": target_identity(self.target),
             "aux_layers": list(self.aux_layers),
-            "dtype": self.dtype,
         }
 
 

@@ -462,8 +462,8 @@ class Trainer:
             file.write(json.dumps(config, indent=2).encode() + b"\n")
 
     def _scale(self) -> torch.Tensor:
-        end = int(self.corpus.offsets[min(len(self.corpus), 1)])
-        states = self.corpus.hidden(0, end).float()
+        spoken = self.runs[:16]
+        states = torch.cat([self.corpus.hidden(int(a), int(b) - 1) for a, b in spoken]).float()
         return states.pow(2).mean(0).sqrt().clamp(min=1e-3)
 
 

@@ -24,14 +24,15 @@ from vllm_specx.train.prompts import from_files
 
 
 def make_text(settings: GenerateSettings, out: Path, workers: int) -> Path:
-    """Stage 1: out/text. On a CPU, `workers` one-thread engines share the work."""
+    """Stage 1: out/text, and out/hidden as far as the engine records it. On a CPU, `workers`
+    one-thread engines share the work."""
     environment: dict[str, str] = {}
     if cpu.is_cpu_vllm():
         environment, _ = cpu.environment(dict(os.environ), extra_flags=())
         if workers > 1:
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     folder = out / "text"
-    _run("generate", settings, [str(folder)], workers, environment)
+    _run("generate", settings, [str(folder)], workers, environment, [str(out / "hidden")])
     return folder
 
 
@@ -52,6 +53,7 @@ def _run(
     arguments: Sequence[str],
     workers: int,
     environment: Mapping[str, str],
+    more: Sequence[str] = (),
 ) -> None:
     """Run a stage's module in `workers` processes, each with its part of the shards."""
     out = Path(arguments[-1])
@@ -69,7 +71,7 @@ def _run(
         ]
         children = [
             subprocess.Popen(
-                [sys.executable, "-m", module, str(path), *arguments, f"{part}/{workers}"],
+                [sys.executable, "-m", module, str(path), *arguments, f"{part}/{workers}", *more],
                 env={**os.environ, **environment},
                 stderr=said[part],
             )
