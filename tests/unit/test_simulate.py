@@ -114,7 +114,7 @@ def test_the_table_drafts_less_when_there_is_more_to_do() -> None:
     ],
 )
 def test_other_ways_to_arrive(arriving: dict[str, Any]) -> None:
-    results = simulate(small(arrivals=arriving, asynchronous=True))
+    results = simulate(small(arrivals=arriving))
     assert len({r.tokens for r in results}) == 1
     assert all(r.token_ms > 0 for r in results)
 

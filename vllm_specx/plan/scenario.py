@@ -164,8 +164,6 @@ class Simulation(_Strict):
     ]  # fmt: skip
     """The fixed K to compare with; those above max_k are left out."""
     max_requests: Annotated[int, Field(ge=1, le=1024)] = 32
-    asynchronous: bool = False
-    """One K for the whole batch."""
     work: Annotated[dict[str, Work], Field(min_length=1)]
     mix: dict[str, Positive] = {}
     """Share of each kind of work; unset, all alike."""
@@ -196,6 +194,12 @@ class Simulation(_Strict):
     def varying(self) -> bool:
         """Whether drafts may be shorter than allowed."""
         return any(w.drafted < 1.0 or w.draft_length is not None for w in self.work.values())
+
+    @property
+    def least_draft_steps(self) -> int:
+        """Draft steps that run even at K=0: vLLM runs a draft model's first forward in every step, so
+        that its KV cache keeps up."""
+        return 0 if self.varying else 1
 
     @property
     def draft_share(self) -> float:

@@ -139,7 +139,10 @@ def best_table(scenario: Simulation, curve: Curve) -> list[tuple[int, int, int]]
         last = min(following - 1, scenario.max_requests)
         middle = (first + last) // 2
         goodput = [
-            tokens[k] / curve.decode(middle, middle * drafts[k], middle * context, k)
+            tokens[k]
+            / curve.decode(
+                middle, middle * drafts[k], middle * context, max(k, scenario.least_draft_steps)
+            )
             for k in range(scenario.max_k + 1)
         ]
         table.append((first, last, int(np.argmax(goodput))))
@@ -184,7 +187,7 @@ class Server:
             max_requests=scenario.max_requests,
             prior=prior,
             varying=scenario.varying,
-            uniform=scenario.asynchronous,
+            least_draft_steps=scenario.least_draft_steps,
         )
 
     def run(self, requests: Sequence[Arrival]) -> Result:
@@ -200,6 +203,7 @@ class Server:
         levels = scenario.arrivals.levels if isinstance(scenario.arrivals, Levels) else None
         active: IntArray = np.zeros(0, np.int64)
         now, coming = 0.0, 0
+        least = 0 if result.policy == NONE else scenario.least_draft_steps
         batches: dict[int, list[float]] = {}
         while coming < count or len(active):
             joined: list[int] = []
@@ -226,9 +230,11 @@ class Server:
                 hits = np.minimum(hits, offered)
                 kept = np.minimum(hits + 1, (wanted - made)[active])
                 context = float((prompt + made)[active].sum())
-                steps = int(k.max())
+                steps = max(int(k.max()), least)
                 decode = self.curve.decode(size, float(offered.sum()), context, steps)
-                self._learn(ids, active, k, offered, hits, kept, decode + seconds, not joined)
+                self._learn(
+                    ids, active, k, offered, hits, kept, decode + seconds, not joined, steps
+                )
                 result.decode_seconds += decode
                 result.steps += 1
                 result.drafted += int(offered.sum())
@@ -296,6 +302,7 @@ class Server:
         kept: IntArray,
         seconds: float,
         pure: bool,
+        draft_steps: int,
     ) -> None:
         noise = self.scenario.noise
         factor = float(np.exp(self.noise.normal(0.0, noise.spread)))
@@ -313,7 +320,7 @@ class Server:
             allowed=k if self.scenario.varying else None,
             seconds=seconds * factor,
             pure_decode=pure,
-            draft_steps=int(k.max()),
+            draft_steps=draft_steps,
         )
         self.control_seconds += clock.perf_counter() - start
 
