@@ -44,7 +44,9 @@ def test_states_are_found_by_request_and_place(tmp_path: Path) -> None:
     assert label(4) == {"specx_pool": "4"}
     # Two requests with prompts of 3 and 5 tokens; the third is in the middle of its prompt, the
     # fourth belongs to somebody else.
-    _step(recorder, [("0", 4, [7], 1.0), ("1", 6, [7], 2.0), ("2", 9, [], 9.0), (None, 4, [7], 9.0)])
+    _step(
+        recorder, [("0", 4, [7], 1.0), ("1", 6, [7], 2.0), ("2", 9, [], 9.0), (None, 4, [7], 9.0)]
+    )
     _step(recorder, [("1", 7, [7], 3.0), ("0", 5, [7], 4.0), ("default", 5, [7], 9.0)])
     _step(recorder, [("0", 6, [7], 5.0)])
     found = collect(path, HIDDEN, [(3, 3), (5, 2), (9, 1)])
