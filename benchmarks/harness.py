@@ -63,7 +63,7 @@ def write_result(out: Path, scenario: Scenario, partial: Partial) -> dict[str, A
     rows = aggregate(partial.cells)
     add_ratios(rows, scenario.baseline)
     result = {
-        "scenario": scenario.model_dump(mode="json"),
+        "scenario": scenario.described(),
         "sessions": partial.sessions,
         "results": rows,
     }

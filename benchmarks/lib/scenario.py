@@ -135,6 +135,14 @@ class Scenario(_Strict):
                 data["baseline"] = data["configurations"][0]["name"]
         return _validated(data, "the selection")
 
+    def described(self) -> dict[str, Any]:
+        """For results: without this machine's folders, of an absolute path its last part."""
+        data = self.model_dump(mode="json")
+        for group in data["groups"]:
+            path = Path(group["prompts"])
+            group["prompts"] = path.name if path.is_absolute() else group["prompts"]
+        return data
+
     def fingerprint(self) -> str:
         """Equal for runs whose partial results may be continued: all but the number of rounds."""
         data = self.model_dump(mode="json", exclude={"rounds"})

@@ -17,6 +17,7 @@ from tests.support.tiny import tiny_llama
 pytestmark = pytest.mark.engine
 SHORT = {"max_tokens": 48, "ignore_eos": True}
 HIDDEN = 576
+TRAINED = Path(__file__).parents[2] / "recipes" / "heads"
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +51,63 @@ def test_random_heads_change_no_token(
     drafted = grown(before, after, "spec_decode_num_draft_tokens")
     assert drafted > 3 * grown(before, after, "spec_decode_num_drafts")
     assert grown(before, after, "spec_decode_num_accepted_tokens") < drafted // 10
+
+
+@pytest.mark.parametrize("heads", ["smollm2-135m-hydra"])
+def test_trained_heads_change_no_token(
+    model: str, heads: str, expected: list[list[int]], tmp_path: Path
+) -> None:
+    config = {
+        "method": "specx:medusa",
+        "model": str(TRAINED / heads),
+        "num_speculative_tokens": 4,
+        "min_probability": 0.0,
+    }
+    engine = Engine(tmp_path / "log", model=model, speculative_config=config)
+    try:
+        for batch in (1, 3, 8):
+            count = 3 if batch == 1 else 8
+            before = engine.counters()
+            answers = engine.chat(texts.ALL[:count], batch=batch, **SHORT)
+            after = engine.counters()
+            assert ids(answers) == expected[:count]
+            drafts = grown(before, after, "spec_decode_num_drafts")
+            assert grown(before, after, "spec_decode_num_accepted_tokens") > drafts // 5
+    finally:
+        engine.close()
+
+
+def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
+    target = tiny_llama(tmp_path / "target")
+    heads = random_heads(tmp_path / "heads", 128)
+    small: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 256}
+    config = {
+        "method": "specx:medusa",
+        "model": heads,
+        "num_speculative_tokens": 4,
+        "min_probability": 0.0,
+    }
+    prompts = [[5, 6, 7 + i] for i in range(5)]
+    said = []
+    for ranks in (1, 2):
+        engine = Engine(
+            tmp_path / f"log{ranks}",
+            env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+            model=target,
+            speculative_config=config if ranks == 2 else None,
+            tensor_parallel_size=ranks,
+            **small,
+        )
+        try:
+            before = engine.counters()
+            said.append(
+                ids(engine.tokens(prompts, max_tokens=40, ignore_eos=True, detokenize=False))
+            )
+            drafted = grown(before, engine.counters(), "spec_decode_num_draft_tokens")
+            assert (drafted > 100) == (ranks == 2)
+        finally:
+            engine.close()
+    assert said[0] == said[1]
 
 
 def test_heads_that_are_always_right(tmp_path: Path) -> None:

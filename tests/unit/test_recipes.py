@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from vllm_specx.cli import recipe as recipes
+from vllm_specx.cli.serve import with_heads
 from vllm_specx.config import ConfigError
+from vllm_specx.draft.checkpoints import TargetShape, load_heads
 
 MINIMAL = "name: x\nspeculative: {method: specx:ngram}\n"
 
@@ -25,7 +28,27 @@ def test_every_recipe_of_the_checkout_is_valid(name: str) -> None:
 
 
 def test_the_checkout_has_its_recipes() -> None:
-    assert {"smollm2-135m-ngram", "ngram-any"} <= set(recipes.names())
+    assert {"smollm2-135m-ngram", "smollm2-135m-medusa", "ngram-any"} <= set(recipes.names())
+
+
+def test_the_heads_of_the_embedded_model_are_there_and_fit() -> None:
+    path = recipes.find("smollm2-135m-medusa")
+    speculative = recipes.load(path).speculative
+    assert speculative is not None
+    folder = Path(with_heads(speculative, path)["model"])
+    heads = load_heads(folder, TargetShape(576, 49152, torch.bfloat16))
+    assert heads.depth >= speculative["num_speculative_tokens"]
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 10e6
+
+
+def test_the_heads_path_is_relative_to_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    heads = {"method": "specx:medusa", "model": "mine", "num_speculative_tokens": 2}
+    assert with_heads(heads, tmp_path / "r.yaml") == {**heads, "model": str(tmp_path / "mine")}
+    elsewhere = {**heads, "model": "org/heads"}
+    assert with_heads(elsewhere, tmp_path / "r.yaml") == elsewhere
+    with pytest.raises(ConfigError, match="there are no heads 'their'"):
+        with_heads({**heads, "model": "their"}, tmp_path / "r.yaml")
 
 
 def test_a_recipe_is_found_by_path_and_by_name(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ class GatedLayer(nn.Module):
         super().__init__()
         self.norm = Scale(torch.ones(size))
         self.gate_up = Dense(torch.randn(2 * inner, size) / size**0.5, trained=True)
-        self.down = Dense(torch.randn(size, inner) * (0.3 / inner**0.5), trained=True)
+        self.down = Dense(torch.randn(size, inner) * (0.1 / inner**0.5), trained=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., size] -> the same shape."""
@@ -95,7 +95,9 @@ class SequentialHeads(nn.Module):
         self.depth = depth
         self.embedding_norm = Scale(torch.ones(size))
         self.state_norm = Scale(torch.ones(size))
-        self.fc = Dense(torch.randn(size, 2 * size) * (0.5 / size**0.5), trained=True)
+        # At first the state passes through, so that training begins near what the target says.
+        through = torch.cat((torch.randn(size, size) * (0.1 / size**0.5), torch.eye(size)), 1)
+        self.fc = Dense(through, trained=True)
         self.layers = nn.ModuleList([GatedLayer(size, inner) for _ in range(layers)])
         self.norm = Scale(torch.ones(size))
 

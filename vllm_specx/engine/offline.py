@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class OfflineTarget:
         """One completion a prompt, in order; all prompts are given to the engine at once.
 
         Greedy ones first: vLLM's sampler draws random numbers for a whole batch as soon as one
-        request in it samples, which on a CPU costs as much as the forward.
+        request in it samples.
         """
         from vllm import SamplingParams
 
@@ -91,7 +92,9 @@ class OfflineTarget:
         ]
         inputs: Any = [{"prompt_token_ids": list(prompts[i])} for i in order]
         outputs = self._llm.generate(inputs, params, use_tqdm=False)
-        ordered = [output for _, output in sorted(zip(order, outputs, strict=True), key=_first)]
+        ordered = [
+            output for _, output in sorted(zip(order, outputs, strict=True), key=itemgetter(0))
+        ]
         answers = [output.outputs[0] for output in ordered]
         states = self._states(
             [(len(p), len(a.token_ids)) for p, a in zip(prompts, answers, strict=True)]
@@ -106,7 +109,3 @@ class OfflineTarget:
             return [None] * len(lengths)
         size = self._llm.model_config.hf_text_config.hidden_size
         return recorder.collect(self._record, size, lengths)
-
-
-def _first(pair: tuple[int, Any]) -> int:
-    return pair[0]

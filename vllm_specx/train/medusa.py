@@ -109,10 +109,10 @@ class Heads(nn.Module):
                 torch.zeros(settings.depth, settings.layers, hidden_size, hidden_size)
             )
 
-    def start_at(self, gain: torch.Tensor) -> None:
-        """Begin with outputs of the scale of the target's states (per channel)."""
+    def start_at(self, scale: float) -> None:
+        """Begin with outputs of the scale (root mean square) of the target's states."""
         if isinstance(self.net, SequentialHeads):
-            self.net.norm.weight.data.copy_(gain)
+            self.net.norm.weight.data.fill_(scale)
 
     def forward(
         self, depth: int, state: torch.Tensor, embedding: torch.Tensor
@@ -461,10 +461,10 @@ class Trainer:
         with shards.atomic(folder / "config.json") as file:
             file.write(json.dumps(config, indent=2).encode() + b"\n")
 
-    def _scale(self) -> torch.Tensor:
+    def _scale(self) -> float:
         spoken = self.runs[:16]
         states = torch.cat([self.corpus.hidden(int(a), int(b) - 1) for a, b in spoken]).float()
-        return states.pow(2).mean(0).sqrt().clamp(min=1e-3)
+        return max(float(states.pow(2).mean().sqrt()), 1e-3)
 
 
 def _counts(corpus: Corpus, conversations: Ints, vocab_size: int) -> Any:
