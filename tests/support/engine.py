@@ -161,6 +161,9 @@ def _die_with_parent() -> None:
 def _main(pipe: Connection, log: str, kwargs: dict[str, Any]) -> None:
     os.setsid()
     _die_with_parent()
+    # A spawned process gets its parent's sys.path, whatever PYTHONPATH says.
+    first = [part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if part]
+    sys.path[:0] = [part for part in first if part not in sys.path]
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
