@@ -27,6 +27,16 @@ def file_at(name: str) -> Path | None:
         return None
 
 
+def first_there(name: str, folders: Sequence[Path]) -> Path | None:
+    """The file or folder of that name in the first of `folders` that has it (`~` is a home folder);
+    None where there is none, whatever the reason."""
+    try:
+        path = Path(name).expanduser()
+        return next((found for each in folders if (found := each / path).exists()), None)
+    except (OSError, RuntimeError, ValueError):
+        return None
+
+
 def load(path: Path, kind: str, model: type[ModelT], keys: Sequence[str] | None = None) -> ModelT:
     """The file's content as a `model`.
 

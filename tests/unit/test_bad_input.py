@@ -84,6 +84,7 @@ def recipe(folder: Path, *lines: str) -> str:
         ("speculative: {method: 'specx:medusa', model: a, heads: b}", "given twice"),
         ("speculative: {method: 'specx:medusa'}", "'model'"),
         ("speculative: {method: 'specx:medusa', model: ./a}", "no heads './a'"),
+        ("speculative: {method: 'specx:medusa', model: ~nobody/a}", "no heads '~nobody/a'"),
         ("speculative: {method: 'specx:ngram', pool: 'of'}", "pool must be"),
     ],
 )  # fmt: skip

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_specx import documents
 from vllm_specx.cli import flags as flag
 from vllm_specx.cli import network
 from vllm_specx.cli import recipe as recipes
@@ -153,8 +154,7 @@ def with_heads(speculative: Mapping[str, Any], recipe: Path) -> dict[str, Any]:
     if found.get("method") == "specx:medusa" and len(given) == 1:
         key = given[0]
         heads = found[key]
-        paths = [base / Path(heads).expanduser() for base in (recipe.absolute().parent, Path.cwd())]
-        there = next((path for path in paths if _exists(path)), None)
+        there = documents.first_there(heads, (recipe.absolute().parent, Path.cwd()))
         if there is not None:
             found[key] = str(there)
         elif heads.count("/") != 1 or not HUB_NAME.match(heads):
@@ -163,13 +163,6 @@ def with_heads(speculative: Mapping[str, Any], recipe: Path) -> dict[str, Any]:
                 "the recipe or a hub name."
             )
     return found
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
 
 
 def vllm_program() -> str:
