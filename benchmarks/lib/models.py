@@ -52,7 +52,7 @@ def _for_stock(heads: Path, target: str) -> Path:
     weights = load_target(target)
     rows, hidden = weights.lm_head.shape
     loaded = load_heads(heads, TargetShape(hidden, rows, weights.lm_head.dtype))
-    files = sorted(file for file in heads.rglob("*.safetensors"))
+    files = sorted(heads.rglob("*.safetensors"))
     content = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
     folder = embedded.cache_root() / f"stock-medusa-{content}"
     if not (folder / "config.json").exists():  # the last file that is written

@@ -8,16 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.drafting import context
 from tests.support.heads import random_heads
 from vllm_specx.draft.checkpoints import TargetShape, load_heads, save_for_vllm
 from vllm_specx.draft.medusa import MedusaDrafter
 from vllm_specx.draft.medusa_config import MedusaConfig
-from vllm_specx.draft.proposer import DraftContext
 
 HIDDEN, VOCAB, STATES, HEADS = 64, 512, 200, 4
 stock = pytest.importorskip("vllm.model_executor.models.medusa", reason="this vLLM has no Medusa")
@@ -53,7 +52,7 @@ def test_equal_drafts_on_fixed_states(tmp_path: Path, one_rank: None) -> None:
         load_heads(folder, shape),
         lm_head=None,
     )
-    ours = drafter.propose(_context(states))
+    ours = drafter.propose(context(states, budgets=[HEADS] * STATES, vocab_size=VOCAB))
     assert [draft.tokens.tolist() for draft in ours] == theirs
     assert len({tuple(draft) for draft in theirs}) > STATES // 2
 
@@ -68,21 +67,3 @@ def _stock_drafts(folder: Path, states: torch.Tensor) -> list[list[int]]:
     with torch.inference_mode():
         logits = model.compute_logits(model(states))
     return torch.stack([each.argmax(-1) for each in logits], 1).tolist()  # type: ignore[no-any-return]
-
-
-def _context(states: torch.Tensor) -> DraftContext:
-    size = len(states)
-    return DraftContext(
-        request_ids=[str(i) for i in range(size)],
-        rows=np.arange(size, dtype=np.int32),
-        token_ids=np.zeros((size, 8), np.int32),
-        num_tokens=np.full(size, 4, np.int32),
-        num_prompt_tokens=np.full(size, 2, np.int32),
-        sampled=[[1]] * size,
-        budgets=np.full(size, HEADS, np.int32),
-        temperatures=np.zeros(size, np.float32),
-        pools=[None] * size,
-        finished=[],
-        vocab_size=VOCAB,
-        hidden_states=states,
-    )

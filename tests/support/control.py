@@ -78,6 +78,7 @@ def run(
     seconds: Callable[[int, float], float] = step_seconds,
     draft_step: float = 0.0,
     count_from: int = 0,
+    uniform: bool = False,
     **options: Any,
 ) -> Run:
     """Drive a controller (or a fixed K) for so many steps of one batch.
@@ -87,7 +88,8 @@ def run(
     random = np.random.default_rng(seed)
     if controller is None and fixed is None:
         options.setdefault("varying", False)
-        controller = Controller(ControllerConfig(), max_k, **options)
+        config = ControllerConfig(per_request="never" if uniform else "auto")
+        controller = Controller(config, max_k, **options)
     ids = [f"r{i}" for i in range(batch)]
     done = Run()
     for step in range(steps):

@@ -96,7 +96,7 @@ def test_known_shapes_and_both_other_modes(rates: list[list[float]]) -> None:
     assert goodput(controller, survival, controller.decide(ids).k) == pytest.approx(best, rel=1e-3)
     auto, ids = taught(survival, 5, ControllerConfig(probe_share=0.0, hysteresis=0.0))
     assert goodput(auto, survival, auto.decide(ids).k) >= 0.985 * best
-    uniform, ids = taught(survival, 5, uniform=True)
+    uniform, ids = taught(survival, 5, ALWAYS.model_copy(update={"per_request": "never"}))
     decision = uniform.decide(ids)
     ks = [goodput(uniform, survival, np.full(len(rates), k)) for k in range(6)]
     assert len(set(decision.k.tolist())) == 1

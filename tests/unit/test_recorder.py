@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from vllm_specx.draft.proposer import DraftContext
+from tests.support.drafting import context
 from vllm_specx.engine.recorder import Recorder, collect, label, record_type
 
 HIDDEN = 8
@@ -15,23 +15,15 @@ HIDDEN = 8
 
 def _step(recorder: Recorder, requests: list[tuple[str | None, int, list[int], float]]) -> None:
     """requests: (pool, tokens with the new one, sampled, value of its state)."""
-    size = len(requests)
     states = torch.tensor([[value] * HIDDEN for *_, value in requests], dtype=torch.float32)
-    context = DraftContext(
-        request_ids=[f"r{i}" for i in range(size)],
-        rows=np.arange(size, dtype=np.int32),
-        token_ids=np.zeros((size, 16), np.int32),
+    step = context(
+        states,
+        budgets=[1] * len(requests),
         num_tokens=np.array([length for _, length, _, _ in requests], np.int32),
-        num_prompt_tokens=np.full(size, 3, np.int32),
         sampled=[sampled for _, _, sampled, _ in requests],
-        budgets=np.ones(size, np.int32),
-        temperatures=np.zeros(size, np.float32),
         pools=[pool for pool, *_ in requests],
-        finished=[],
-        vocab_size=100,
-        hidden_states=states,
     )
-    assert all(len(draft.tokens) == 0 for draft in recorder.propose(context))
+    assert all(len(draft.tokens) == 0 for draft in recorder.propose(step))
 
 
 def _values(bits: np.ndarray) -> list[float]:

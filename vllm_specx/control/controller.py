@@ -57,19 +57,17 @@ class Controller:
         max_requests: int = 256,
         prior: CostPrior | None = None,
         varying: bool = True,
-        uniform: bool = False,
         least_draft_steps: int = 0,
     ) -> None:
         """max_k: num_speculative_tokens.
 
         varying: the proposer may draft fewer tokens than it is allowed (n-gram, suffix).
-        uniform: only one K for the whole batch is possible.
         least_draft_steps: draft steps that run whatever K is, 0 included.
         """
         self.config = config
         self.max_k = max_k if config.k_max is None else min(max_k, config.k_max)
         self.k_min = min(config.k_min, self.max_k)
-        self.uniform_only = uniform or config.per_request == "never"
+        self.uniform_only = config.per_request == "never"
         self.varying = varying
         self.least_draft_steps = least_draft_steps
         depth = max(self.max_k, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,9 +24,7 @@ States = npt.NDArray[np.uint16]
 def record_type(hidden_size: int) -> np.dtype[Any]:
     """One line of the file: request (`specx_pool`, a number), length (tokens, with the new one), and
     the state that the new token was sampled from, as bfloat16's bits."""
-    return np.dtype(
-        [("request", "<i4"), ("length", "<i4"), ("state", "<u2", (hidden_size,))], align=False
-    )
+    return np.dtype([("request", "<i4"), ("length", "<i4"), ("state", "<u2", (hidden_size,))])
 
 
 class Recorder:
@@ -66,7 +65,7 @@ class RecordingProposer(EngineProposer):
 
         path = Path(self.vllm_config.additional_config[FILE_KEY])
         # Every rank has the same states.
-        return Recorder(path if get_tensor_model_parallel_rank() == 0 else Path("/dev/null"))
+        return Recorder(path if get_tensor_model_parallel_rank() == 0 else Path(os.devnull))
 
 
 def engine_args(path: Path) -> dict[str, Any]:
