@@ -14,6 +14,26 @@ from vllm_specx.draft.tree import DraftTree, IntArray
 
 
 @dataclass(frozen=True, slots=True)
+class VerifiedRows:
+    """What the target's forward said of every token that it read in this step, for B requests.
+
+    states: each [R, hidden], one an auxiliary layer, or the last hidden state alone. Row r is the
+        state after a token was read; rows of rejected drafts are among them. Valid in this step
+        only: clone what is kept.
+    first: int32 [B], the row of request i's first token.
+    position: int32 [B], the place of that token in token_ids.
+    count: int32 [B], how many rows from there belong to committed tokens whose next token is
+        committed too, so that token_ids[rows[i], position[i] + 1 : position[i] + 1 + count[i]] are
+        the tokens that follow them. Known in prefill too; 0 if nothing was read.
+    """
+
+    states: tuple[torch.Tensor, ...]
+    first: IntArray
+    position: IntArray
+    count: IntArray
+
+
+@dataclass(frozen=True, slots=True)
 class DraftContext:
     """The state of one decode step after verification, for a batch of B requests.
 
@@ -32,6 +52,7 @@ class DraftContext:
         in all, in any unit; None while it is not known.
     hidden_states: [B, hidden] of the target, at each request's last accepted row; None unless the
         proposer asks for them.
+    verified: the states of all tokens of this step; None unless the proposer asks for them.
     """
 
     request_ids: Sequence[str]
@@ -47,6 +68,7 @@ class DraftContext:
     vocab_size: int
     costs: npt.NDArray[np.float64] | None = None
     hidden_states: torch.Tensor | None = None
+    verified: VerifiedRows | None = None
 
 
 class Proposer(Protocol):
