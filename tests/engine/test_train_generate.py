@@ -42,7 +42,7 @@ def test_killed_generation_goes_on(tmp_path: Path) -> None:
     file.write_text(settings.model_dump_json())
     environment, _ = cpu.environment(dict(os.environ), extra_flags=())
     command = [sys.executable, "-m", "vllm_specx.train.generate", str(file), str(folder), "0/1"]
-    command.append(str(hidden))
+    command += [str(hidden), "0,1"]
     child = subprocess.Popen(
         command, env={**os.environ, **environment}, stderr=subprocess.PIPE, start_new_session=True
     )
@@ -65,7 +65,7 @@ def test_killed_generation_goes_on(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "text-00000" in done.stderr and "made anew" in done.stderr
     total = 0
-    states = HiddenStates(HiddenSettings(target=str(target), dtype="float32"))
+    states = HiddenStates(HiddenSettings(target=str(target), dtype="float32", aux_layers=(0, 1)))
     for i in shards.indices(folder, "text"):
         shard = shards.read_shard(shards.shard_path(folder, "text", i))
         if 0 < i < len(made):
@@ -76,11 +76,20 @@ def test_killed_generation_goes_on(tmp_path: Path) -> None:
         assert int((arrays["source"] > 0).sum()) == int(shard.meta["generated"])
         assert set(json.loads(shard.meta["tasks"])) > {"code"}
         total += int(shard.meta["generated"])
+        last, aux = states(arrays["tokens"], arrays["offsets"])
+        read = np.setdiff1d(np.arange(len(arrays["tokens"])), arrays["offsets"][1:] - 1)
+        inner = shards.read_shard(shards.shard_path(hidden, "aux", i)).arrays
         recorded = shards.read_shard(shards.shard_path(hidden, "hidden", i)).arrays["last"]
-        computed, _ = states(arrays["tokens"], arrays["offsets"])
-        speaking = np.flatnonzero(arrays["source"]) - 1
-        assert recorded.shape == computed.shape
-        assert _same_direction(recorded[speaking], computed[speaking]).min() > 0.999
-        assert not np.delete(recorded, speaking, axis=0).any()
+        for mine, computed in (
+            (recorded, last), (inner["layer.1"], aux[1]), (inner["layer.0"], aux[0]),
+        ):  # fmt: skip
+            assert mine.shape == computed.shape
+            same = _same_direction(mine[read], computed[read])
+            # A follow-up that got no answer was not read.
+            assert (same[same != 0] > 0.999).all()
+            assert (same != 0).mean() > 0.95
+            speaking = np.flatnonzero(arrays["source"]) - 1
+            assert _same_direction(mine[speaking], computed[speaking]).min() > 0.999
+    assert not list(hidden.glob(".recording*"))
     assert total >= 6000
     assert not list(folder.glob(".*"))

@@ -8,42 +8,52 @@ import numpy as np
 import torch
 
 from tests.support.drafting import context
+from vllm_specx.draft.proposer import VerifiedRows
 from vllm_specx.engine.recorder import Recorder, collect, label, record_type
 
 HIDDEN = 8
 
 
-def _step(recorder: Recorder, requests: list[tuple[str | None, int, list[int], float]]) -> None:
-    """requests: (pool, tokens with the new one, sampled, value of its state)."""
-    states = torch.tensor([[value] * HIDDEN for *_, value in requests], dtype=torch.float32)
+def _step(recorder: Recorder, requests: list[tuple[str | None, int, list[float], int]]) -> None:
+    """requests: (pool, position of the first token read, values of the states, rows rejected)."""
+    values = [v for _, _, states, _ in requests for v in states]
+    last = torch.tensor(values)[:, None].expand(-1, HIDDEN)
+    sizes = np.array([len(states) for _, _, states, _ in requests])
+    rejected = np.array([r for *_, r in requests])
     step = context(
-        states,
+        torch.zeros(len(requests), HIDDEN),
         budgets=[1] * len(requests),
-        num_tokens=np.array([length for _, length, _, _ in requests], np.int32),
-        sampled=[sampled for _, _, sampled, _ in requests],
         pools=[pool for pool, *_ in requests],
+        verified=VerifiedRows(
+            states=(last, last + 100),
+            first=(np.cumsum(sizes) - sizes).astype(np.int32),
+            position=np.array([p for _, p, _, _ in requests], np.int32),
+            count=(sizes - rejected).astype(np.int32),
+        ),
     )
     assert all(len(draft.tokens) == 0 for draft in recorder.propose(step))
 
 
-def _values(bits: np.ndarray) -> list[float]:
-    return torch.from_numpy(bits[:, 0].copy()).view(torch.bfloat16).float().tolist()
+def _values(bits: np.ndarray | None) -> list[list[float]]:
+    assert bits is not None
+    return torch.from_numpy(bits[..., 0].copy()).view(torch.bfloat16).float().T.tolist()
 
 
 def test_states_are_found_by_request_and_place(tmp_path: Path) -> None:
     path = tmp_path / "states"
     recorder = Recorder(path)
     assert label(4) == {"specx_pool": "4"}
-    # Two requests with prompts of 3 and 5 tokens; the third is in the middle of its prompt, the
-    # fourth belongs to somebody else.
+    # Prompts in one piece and in two, a request of somebody else, one that is cut short, and a
+    # rejected row whose place is read again.
     _step(
-        recorder, [("0", 4, [7], 1.0), ("1", 6, [7], 2.0), ("2", 9, [], 9.0), (None, 4, [7], 9.0)]
+        recorder,
+        [("1", 0, [1, 2, 3], 0), (None, 0, [9], 0), ("0", 0, [4, 5], 0), ("2", 0, [8], 0)],
     )
-    _step(recorder, [("1", 7, [7], 3.0), ("0", 5, [7], 4.0), ("default", 5, [7], 9.0)])
-    _step(recorder, [("0", 6, [7], 5.0)])
-    found = collect(path, HIDDEN, [(3, 3), (5, 2), (9, 1)])
-    assert found[0] is not None and _values(found[0]) == [1.0, 4.0, 5.0]
-    assert found[1] is not None and _values(found[1]) == [2.0, 3.0]
+    _step(recorder, [("0", 2, [6, 9], 1), ("default", 5, [9], 0), ("1", 3, [7], 0)])
+    _step(recorder, [("0", 3, [10], 0)])
+    found = collect(path, HIDDEN, 2, [5, 5, 3])
+    assert _values(found[0]) == [[4, 5, 6, 10], [104, 105, 106, 110]]
+    assert _values(found[1]) == [[1, 2, 3, 7], [101, 102, 103, 107]]
     assert found[2] is None
     assert path.stat().st_size == 0
 
@@ -51,17 +61,17 @@ def test_states_are_found_by_request_and_place(tmp_path: Path) -> None:
 def test_the_file_begins_anew_after_each_collection(tmp_path: Path) -> None:
     path = tmp_path / "states"
     recorder = Recorder(path)
-    _step(recorder, [("0", 4, [7], 1.0)])
-    collect(path, HIDDEN, [(3, 1)])
-    _step(recorder, [("0", 3, [7], 6.0)])
-    found = collect(path, HIDDEN, [(2, 1)])
-    assert found[0] is not None and _values(found[0]) == [6.0]
+    _step(recorder, [("0", 0, [1, 2], 0)])
+    collect(path, HIDDEN, 2, [3])
+    _step(recorder, [("0", 0, [6], 0)])
+    assert _values(collect(path, HIDDEN, 2, [2])[0]) == [[6], [106]]
+    assert collect(path, HIDDEN, 2, [2]) == [None]
 
 
-def test_missing_states_are_not_taken_for_zeros(tmp_path: Path) -> None:
+def test_what_was_read_twice_counts_once(tmp_path: Path) -> None:
     path = tmp_path / "states"
     recorder = Recorder(path)
-    _step(recorder, [("0", 4, [7], 1.0)])
-    _step(recorder, [("0", 6, [7], 1.0)])
-    assert collect(path, HIDDEN, [(3, 3)]) == [None]
-    assert record_type(HIDDEN).itemsize == 8 + 2 * HIDDEN
+    _step(recorder, [("0", 0, [1, 2], 0)])
+    _step(recorder, [("0", 0, [1, 2], 0)])
+    assert collect(path, HIDDEN, 2, [4]) == [None]
+    assert record_type(HIDDEN, 2).itemsize == 8 + 4 * HIDDEN

@@ -60,6 +60,7 @@ class MedusaDrafter:
     """
 
     needs_hidden_states: ClassVar[bool] = True
+    needs_verified_rows: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -75,6 +75,7 @@ class Proposer(Protocol):
     """Drafts tokens. No drafts is always a correct answer."""
 
     needs_hidden_states: ClassVar[bool]
+    needs_verified_rows: ClassVar[bool]
 
     def propose(self, context: DraftContext) -> list[DraftTree]:
         """One draft a request, in the order of `context.request_ids`."""

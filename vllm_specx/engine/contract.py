@@ -114,6 +114,18 @@ HOOKS: tuple[Hook, ...] = (
         ("common_attn_metadata",),
     ),
     Hook(
+        _RUNNER,
+        "GPUModelRunner._setup_eagle3_aux_hidden_state_outputs",
+        "states of inner layers",
+    ),
+    Hook(
+        "vllm.model_executor.models.interfaces",
+        "SupportsEagle3.set_aux_hidden_state_layers",
+        "states of inner layers",
+        ("layers",),
+    ),
+    Hook("vllm.v1.core.sched.output", "SchedulerOutput.num_scheduled_tokens", "rows of a request"),
+    Hook(
         _BATCH,
         "InputBatch.__init__",
         "committed tokens by row",

@@ -24,8 +24,8 @@ class Sampling:
 @dataclass(frozen=True)
 class Completion:
     """token_ids: with the end-of-sequence token, if the model came to its end (finished).
-    states: uint16 [tokens, hidden], the bfloat16 bits of the hidden state that each token was sampled
-    from; None if they were not recorded."""
+    states: uint16 [prompt + tokens - 1, 1 + auxiliary layers, hidden], bfloat16's bits of the hidden
+    states after each token that was read; None if they were not recorded."""
 
     token_ids: list[int]
     text: str
@@ -36,7 +36,8 @@ class Completion:
 class OfflineTarget:
     """A vLLM engine without speculation that generates for lists of token ids.
 
-    record: keep the hidden states that tokens are sampled from.
+    record: a folder; keep the hidden states, in a file there for the time being.
+    aux_layers: record those of inner layers too, as vLLM's set_aux_hidden_state_layers counts them.
     """
 
     def __init__(
@@ -45,18 +46,22 @@ class OfflineTarget:
         *,
         batch: int,
         max_model_len: int,
-        record: bool = False,
+        record: Path | None = None,
+        aux_layers: Sequence[int] = (),
         **engine_args: Any,
     ) -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
         from vllm import LLM
 
-        self._folder = tempfile.TemporaryDirectory(prefix="vllm_specx_") if record else None
         self._record: Path | None = None
-        if self._folder is not None:
+        self._kinds = 1 + len(aux_layers)
+        if record is not None:
+            self._folder = tempfile.TemporaryDirectory(
+                prefix=".recording-", suffix=".tmp", dir=record
+            )
             self._record = Path(self._folder.name) / "states"
-            engine_args |= recorder.engine_args(self._record)
+            engine_args |= recorder.engine_args(self._record, aux_layers)
         self._llm = LLM(
             model=model,
             max_num_seqs=batch,
@@ -70,9 +75,15 @@ class OfflineTarget:
         return self._llm.get_tokenizer()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: Sequence[Sampling]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sequence[Sampling],
+        *,
+        record: bool = True,
     ) -> list[Completion]:
         """One completion a prompt, in order; all prompts are given to the engine at once.
+
+        record: with states, if the engine records them.
 
         Greedy ones first: vLLM's sampler draws random numbers for a whole batch as soon as one
         request in it samples.
@@ -86,7 +97,7 @@ class OfflineTarget:
             SamplingParams(
                 temperature=sampling[i].temperature,
                 max_tokens=sampling[i].max_tokens,
-                extra_args=recorder.label(i) if self._record else None,
+                extra_args=recorder.label(i) if self._record and record else None,
             )
             for i in order
         ]
@@ -96,16 +107,12 @@ class OfflineTarget:
             output for _, output in sorted(zip(order, outputs, strict=True), key=itemgetter(0))
         ]
         answers = [output.outputs[0] for output in ordered]
-        states = self._states(
-            [(len(p), len(a.token_ids)) for p, a in zip(prompts, answers, strict=True)]
-        )
+        lengths = [len(p) + len(a.token_ids) for p, a in zip(prompts, answers, strict=True)]
+        states: list[recorder.States | None] = [None] * len(lengths)
+        if self._record is not None and record:
+            size = self._llm.model_config.hf_text_config.hidden_size
+            states = recorder.collect(self._record, size, self._kinds, lengths)
         return [
             Completion(list(a.token_ids), a.text, a.finish_reason == "stop", kept)
             for a, kept in zip(answers, states, strict=True)
         ]
-
-    def _states(self, lengths: list[tuple[int, int]]) -> list[recorder.States | None]:
-        if self._record is None:
-            return [None] * len(lengths)
-        size = self._llm.model_config.hf_text_config.hidden_size
-        return recorder.collect(self._record, size, lengths)

@@ -6,6 +6,8 @@ import logging
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+import torch
+
 from vllm_specx import config
 from vllm_specx.draft.proposer import Proposer
 from vllm_specx.engine import seams
@@ -27,6 +29,10 @@ class EngineProposer(ABC):
     random numbers by its drafts, so a seed gives the same text again only with the same drafts:
     seeded requests at temperature > 0 get none from a proposer that remembers."""
 
+    aux_layers: tuple[int, ...] = ()
+    """Layers of the target whose input is asked for beside its last hidden state, as vLLM's
+    set_aux_hidden_state_layers counts them. They change the target's compiled graph."""
+
     def __init__(self, vllm_config: Any) -> None:
         seams.activate_worker(vllm_config)
         self.vllm_config = vllm_config
@@ -44,6 +50,12 @@ class EngineProposer(ABC):
 
     def load_model(self, target_model: Any) -> None:  # noqa: B027
         """Called by the runner after the target is loaded."""
+
+    def states(
+        self, last: torch.Tensor, auxiliary: list[torch.Tensor] | None
+    ) -> tuple[torch.Tensor, ...]:
+        """Of what the target's forward gave, what DraftContext.verified holds: [R, hidden] each."""
+        return tuple(auxiliary) if auxiliary else (last,)
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """vLLM's own call, which our seam replaces; reached only if the seam is gone."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,22 +16,25 @@ from vllm_specx.draft.tree import EMPTY_DRAFT, DraftTree
 from vllm_specx.engine.pools import POOL_KEY
 from vllm_specx.engine.proposers import EngineProposer
 
-FILE_KEY = "specx_record"
-"""In the additional config: the file that is appended to."""
+KEY = "specx_record"
+"""In the additional config: {"file": appended to, "aux_layers": [...]}."""
 CLASS = "vllm_specx.engine.recorder.RecordingProposer"
 States = npt.NDArray[np.uint16]
 
 
-def record_type(hidden_size: int) -> np.dtype[Any]:
-    """One line of the file: request (`specx_pool`, a number), length (tokens, with the new one), and
-    the state that the new token was sampled from, as bfloat16's bits."""
-    return np.dtype([("request", "<i4"), ("length", "<i4"), ("state", "<u2", (hidden_size,))])
+def record_type(hidden_size: int, kinds: int) -> np.dtype[Any]:
+    """One line of the file: request (`specx_pool`, a number), position of the token that was read,
+    and the states after it as bfloat16's bits: the last one, then each auxiliary layer's."""
+    return np.dtype(
+        [("request", "<i4"), ("position", "<i4"), ("states", "<u2", (kinds, hidden_size))]
+    )
 
 
 class Recorder:
     """Implements draft.proposer.Proposer without drafts: appends what it is shown to `path`."""
 
-    needs_hidden_states: ClassVar[bool] = True
+    needs_hidden_states: ClassVar[bool] = False
+    needs_verified_rows: ClassVar[bool] = True
 
     def __init__(self, path: Path) -> None:
         # Unbuffered and appending: the reader truncates the file between two calls of the engine.
@@ -38,19 +42,28 @@ class Recorder:
 
     def propose(self, context: DraftContext) -> list[DraftTree]:
         """Nothing for every request."""
-        assert context.hidden_states is not None
+        verified = context.verified
+        assert verified is not None
         kept = [
-            (i, pool)
+            i
             for i, pool in enumerate(context.pools)
-            if pool is not None and pool.isdecimal() and context.sampled[i]
+            if pool is not None and pool.isdecimal() and verified.count[i]
         ]
         if kept:
-            rows = torch.tensor([i for i, _ in kept], device=context.hidden_states.device)
-            states = context.hidden_states[rows].to("cpu", torch.bfloat16)
-            lines = np.empty(len(kept), record_type(states.shape[-1]))
-            lines["request"] = [int(pool) for _, pool in kept]
-            lines["length"] = [int(context.num_tokens[i]) for i, _ in kept]
-            lines["state"] = states.view(torch.uint16).numpy()
+            count = verified.count[kept]
+            within = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+            rows = torch.from_numpy(np.repeat(verified.first[kept], count) + within)
+            states = torch.stack(
+                [
+                    state[rows.to(state.device)].to("cpu", torch.bfloat16)
+                    for state in verified.states
+                ],
+                1,
+            )
+            lines = np.empty(len(rows), record_type(states.shape[-1], states.shape[1]))
+            lines["request"] = np.repeat([int(str(context.pools[i])) for i in kept], count)
+            lines["position"] = np.repeat(verified.position[kept], count) + within
+            lines["states"] = states.view(torch.uint16).numpy()
             self._file.write(lines.tobytes())
         return [EMPTY_DRAFT] * len(context.request_ids)
 
@@ -63,18 +76,26 @@ class RecordingProposer(EngineProposer):
     def build(self) -> Proposer | None:
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-        path = Path(self.vllm_config.additional_config[FILE_KEY])
+        given = self.vllm_config.additional_config[KEY]
+        self.aux_layers = tuple(given["aux_layers"])
         # Every rank has the same states.
-        return Recorder(path if get_tensor_model_parallel_rank() == 0 else Path(os.devnull))
+        first = get_tensor_model_parallel_rank() == 0
+        return Recorder(Path(given["file"] if first else os.devnull))
+
+    def states(
+        self, last: torch.Tensor, auxiliary: list[torch.Tensor] | None
+    ) -> tuple[torch.Tensor, ...]:
+        return (last, *(auxiliary or ()))
 
 
-def engine_args(path: Path) -> dict[str, Any]:
-    """Arguments of an engine that records to `path`."""
+def engine_args(path: Path, aux_layers: Sequence[int]) -> dict[str, Any]:
+    """Arguments of an engine that records to `path`; nothing is skipped as a known prefix."""
     return {
         "speculative_config": {
             "method": "custom_class", "model": CLASS, "num_speculative_tokens": 1,
         },
-        "additional_config": {FILE_KEY: str(path)},
+        "additional_config": {KEY: {"file": str(path), "aux_layers": list(aux_layers)}},
+        "enable_prefix_caching": False,
     }  # fmt: skip
 
 
@@ -83,25 +104,31 @@ def label(request: int) -> dict[str, Any]:
     return {POOL_KEY: str(request)}
 
 
-def collect(path: Path, hidden_size: int, lengths: list[tuple[int, int]]) -> list[States | None]:
+def collect(
+    path: Path, hidden_size: int, kinds: int, lengths: Sequence[int]
+) -> list[States | None]:
     """What was recorded since the last call; the file is empty afterwards.
 
-    lengths: (tokens of the prompt, tokens generated) of request 0, 1, ...
-    Returns for each uint16 [generated, hidden], the states its tokens were sampled from; None where
-    one is missing.
+    lengths: tokens of request 0, 1, ..., prompt and answer.
+    Returns for each uint16 [length - 1, kinds, hidden]: the last token was not read any more; None
+    where a state is missing.
     """
-    lines = np.fromfile(path, record_type(hidden_size))
+    form = record_type(hidden_size, kinds)
+    size = path.stat().st_size // form.itemsize
+    # Mapped: the states of one shard of a large target are gigabytes.
+    lines = np.memmap(path, form, "r", shape=(size,)) if size else np.empty(0, form)
+    requests, positions = np.array(lines["request"]), np.array(lines["position"])
+    order = np.argsort(requests, kind="stable")
+    edges = np.searchsorted(requests[order], np.arange(len(lengths) + 1))
+    found: list[States | None] = []
+    for number, length in enumerate(lengths):
+        mine = order[edges[number] : edges[number + 1]]
+        inside = mine[positions[mine] < length - 1]
+        states = np.zeros((length - 1, kinds, hidden_size), np.uint16)
+        states[positions[inside]] = lines["states"][inside]
+        whole = len(np.unique(positions[inside])) == length - 1
+        found.append(states if whole else None)
+    del lines
     with path.open("r+b") as file:
         file.truncate(0)
-    found: list[States | None] = []
-    order = np.argsort(lines["request"], kind="stable")
-    edges = np.searchsorted(lines["request"][order], np.arange(len(lengths) + 1))
-    for number, (prompt, generated) in enumerate(lengths):
-        mine = order[edges[number] : edges[number + 1]]
-        place = lines["length"][mine] - prompt - 1
-        states = np.zeros((generated, hidden_size), np.uint16)
-        inside = (place >= 0) & (place < generated)
-        states[place[inside]] = lines["state"][mine[inside]]
-        whole = len(np.unique(place[inside])) == generated
-        found.append(states if whole else None)
     return found

@@ -39,6 +39,11 @@ def install_runner_seams() -> None:
 
     wrap(GPUModelRunner, "propose_draft_token_ids", step.propose_draft_token_ids)
     wrap(GPUModelRunner, "_input_fits_in_drafter", step.input_fits_in_drafter)
+    wrap(
+        GPUModelRunner,
+        "_setup_eagle3_aux_hidden_state_outputs",
+        step.setup_auxiliary_states,
+    )
 
 
 def activate_worker(vllm_config: Any) -> None:

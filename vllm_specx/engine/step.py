@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specx.draft.proposer import DraftContext
+from vllm_specx.config import ConfigError
+from vllm_specx.draft.proposer import DraftContext, VerifiedRows
 from vllm_specx.draft.tree import DraftTree, IntArray
 from vllm_specx.engine.plan import PLAN, DraftPlan
 from vllm_specx.engine.pools import pool_of
@@ -70,11 +71,33 @@ def propose_draft_token_ids(
             sampled_token_ids,
             sample_hidden_states,
             spec_decode_metadata,
+            drafter.states(hidden_states, aux_hidden_states),
         )
         return to_lists(proposer.propose(context), context)
 
     nothing: list[list[int]] = [[] for _ in sampled_token_ids]
     return drafter.guard.run(step, nothing)
+
+
+def setup_auxiliary_states(original: Callable[..., None], runner: Any) -> None:
+    """GPUModelRunner._setup_eagle3_aux_hidden_state_outputs, after the target is loaded: the
+    auxiliary states of our proposers, which vLLM only gives to its own. Can go when custom_class can
+    ask for them."""
+    drafter = getattr(runner, "drafter", None)
+    if not isinstance(drafter, EngineProposer):
+        return original(runner)
+    if not drafter.aux_layers:
+        return None
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    if not supports_eagle3(runner.get_model()):
+        raise ConfigError(
+            f"{type(runner.get_model()).__name__} gives no states of its inner layers in this vLLM, and "
+            f"'{drafter.name}' needs them; use an EAGLE-1 or Medusa draft, or specx:ngram."
+        )
+    runner.use_aux_hidden_state_outputs = True
+    runner.model.set_aux_hidden_state_layers(drafter.aux_layers)
+    return None
 
 
 def input_fits_in_drafter(
@@ -94,9 +117,12 @@ def build_context(
     sampled_token_ids: Sequence[Sequence[int]],
     sample_hidden_states: torch.Tensor,
     spec_decode_metadata: Any,
+    states: tuple[torch.Tensor, ...],
 ) -> DraftContext:
-    """The DraftContext of this step; see its docstring for shapes."""
+    """The DraftContext of this step; see its docstring for shapes. states: of all rows."""
     batch = runner.input_batch
+    proposer = drafter.proposer
+    assert proposer is not None
     size = len(sampled_token_ids)
     request_ids = batch.req_ids[:size]
     num_tokens = batch.num_tokens_no_spec[:size]
@@ -124,10 +150,32 @@ def build_context(
         costs=None if plan is None else plan.costs,
         hidden_states=(
             _last_accepted_rows(sampled_token_ids, sample_hidden_states, spec_decode_metadata)
-            if drafter.proposer is not None and drafter.proposer.needs_hidden_states
+            if proposer.needs_hidden_states
+            else None
+        ),
+        verified=(
+            _verified_rows(batch, scheduler_output, request_ids, num_tokens, states)
+            if proposer.needs_verified_rows
             else None
         ),
     )
+
+
+def _verified_rows(
+    batch: Any,
+    scheduler_output: Any,
+    request_ids: Sequence[str],
+    num_tokens: IntArray,
+    states: tuple[torch.Tensor, ...],
+) -> VerifiedRows:
+    """Which rows of this step's forward belong to committed tokens: the first ones of each request
+    (a rejected draft and what was drafted after it are the last)."""
+    size = len(request_ids)
+    scheduled = scheduler_output.num_scheduled_tokens
+    read = np.fromiter((scheduled.get(request, 0) for request in request_ids), np.int32, size)
+    position = batch.num_computed_tokens_cpu[:size].astype(np.int32)
+    count = np.clip(num_tokens - 1 - position, 0, read).astype(np.int32)
+    return VerifiedRows(states, (np.cumsum(read) - read).astype(np.int32), position, count)
 
 
 def _follow(

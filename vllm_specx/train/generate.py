@@ -1,14 +1,15 @@
 """Self-distillation data: the target answers prompts, and every answer is kept as token ids.
 
-    python -m vllm_specx.train.generate SETTINGS.json FOLDER [PART/PARTS [STATES]]
+    python -m vllm_specx.train.generate SETTINGS.json FOLDER [PART/PARTS [STATES [LAYER,LAYER]]]
 
 writes FOLDER/text-00000.safetensors ... with
     tokens int32 [T]: conversations end to end;
     offsets int64 [N+1]: where each begins;
     source uint8 [T]: 0 given, 1 generated greedily, 2 sampled at temperature > 0;
     task uint8 [N]: index into the metadata's `tasks`.
-With STATES, that folder gets the hidden states which the answers were sampled from, as hidden.py
-would compute them (zeros where the text was given), and needs no forward of its own.
+With STATES, that folder gets the hidden states that the engine has come through, and with LAYERs the
+auxiliary ones too, as hidden.py would compute them, and needs no forward of its own. A conversation's
+last token was not read: its states are zeros.
 A killed run loses at most the shard it was making; the same command goes on. Several processes may
 fill one folder, each its own part (0/2 and 1/2 take every other shard).
 """
@@ -87,7 +88,7 @@ class Target(Protocol):
 
     def tokenizer(self) -> Any: ...
 
-    def generate(self, prompts: Any, sampling: Any) -> list[Any]: ...
+    def generate(self, prompts: Any, sampling: Any, *, record: bool = True) -> list[Any]: ...
 
 
 @dataclass
@@ -99,12 +100,12 @@ class _Conversation:
     temperature: float
     open: bool = True
     text: str = field(default="")
-    states: list[tuple[int, npt.NDArray[np.uint16] | None]] = field(default_factory=list)
-    """(row, states from this row on); None if some are missing."""
+    states: npt.NDArray[np.uint16] | None = None
+    """[tokens, kinds, hidden], from the first token on."""
 
 
 class Made(NamedTuple):
-    """A shard that is not written yet. states: uint16 [T, hidden], if all were recorded."""
+    """A shard that is not written yet. states: uint16 [T, kinds, hidden], if all were recorded."""
 
     arrays: shards.Arrays
     meta: dict[str, str]
@@ -163,7 +164,9 @@ class Generator:
         begun = [self._chat.ids(self._chat.before_user + prompt.start) for prompt in own]
         sampling = [self._sampling(1.0, 192) for _ in own]
         written = []
-        for prompt, completion in zip(own, self._target.generate(begun, sampling), strict=True):
+        for prompt, completion in zip(
+            own, self._target.generate(begun, sampling, record=False), strict=True
+        ):
             text = (prompt.start + completion.text).strip()
             if completion.finished and len(text) > 3:
                 written.append(Prompt("own", (("user", text),), prompt.follow_up))
@@ -184,8 +187,7 @@ class Generator:
             c.open = False
         completions = self._target.generate([c.ids for c in asked], sampling)
         for c, completion in zip(asked, completions, strict=True):
-            # Row t is what token t+1 was sampled from.
-            c.states.append((len(c.ids) - 1, completion.states))
+            c.states = completion.states
             c.ids += completion.token_ids
             c.source += [SAMPLED if c.temperature else GREEDY] * len(completion.token_ids)
             c.text = completion.text
@@ -218,16 +220,13 @@ def _arrays(conversations: list[_Conversation]) -> tuple[shards.Arrays, dict[str
 
 
 def _states(conversations: list[_Conversation]) -> npt.NDArray[np.uint16] | None:
-    recorded = [part for c in conversations for _, part in c.states]
-    known = [part for part in recorded if part is not None]
-    if not known or len(known) < len(recorded):
+    known = [c.states for c in conversations if c.states is not None]
+    if not known or len(known) < len(conversations):
         return None
-    states = np.zeros((sum(len(c.ids) for c in conversations), known[0].shape[1]), np.uint16)
+    states = np.zeros((sum(len(c.ids) for c in conversations), *known[0].shape[1:]), np.uint16)
     begin = 0
-    for c in conversations:
-        for row, part in c.states:
-            assert part is not None
-            states[begin + row : begin + row + len(part)] = part
+    for c, mine in zip(conversations, known, strict=True):
+        states[begin : begin + len(mine)] = mine
         begin += len(c.ids)
     return states
 
@@ -252,15 +251,16 @@ def generate(
     report: Callable[[int, int], None],
     part: tuple[int, int] = (0, 1),
     hidden: Path | None = None,
+    aux_layers: tuple[int, ...] = (),
 ) -> int:
     """Fill `folder` until settings.tokens are generated; the number that are there.
 
     make_target: starts the engine, only if there is something to do.
     report: told (tokens so far, tokens wanted) after each shard.
     part: (i, n) makes only the shards whose number is i modulo n.
-    hidden: where the states go that the target has recorded.
+    hidden: where the states go that the target has recorded, of aux_layers too.
     """
-    from vllm_specx.train.hidden import LAST, HiddenSettings
+    from vllm_specx.train.hidden import LAST, HiddenSettings, write_states
 
     folder.mkdir(parents=True, exist_ok=True)
     if part[1] == 1:
@@ -268,7 +268,9 @@ def generate(
     shards.check_fingerprint(folder, KIND, settings.fingerprint())
     if hidden is not None:
         hidden.mkdir(parents=True, exist_ok=True)
-        made_from = HiddenSettings(target=settings.target).fingerprint()
+        if part[1] == 1:
+            shards.remove_leftovers(hidden)
+        made_from = HiddenSettings(target=settings.target, aux_layers=aux_layers).fingerprint()
         shards.check_fingerprint(hidden, LAST, made_from)
     have = existing(folder)
     total = sum(have.values())
@@ -283,8 +285,8 @@ def generate(
         if not int(made.meta["generated"]):
             raise TrainError(f"the target {settings.target} answers nothing to the prompts.")
         if hidden is not None and made.states is not None:
-            path = shards.shard_path(hidden, LAST, index)
-            shards.write_shard(path, {"last": made.states}, {})
+            last, *aux = np.moveaxis(made.states, 1, 0)
+            write_states(hidden, index, last, dict(zip(aux_layers, aux, strict=True)))
         elif hidden is not None:
             print(
                 "vllm-specx: the engine did not record all states; they take a forward of their own.",
@@ -299,8 +301,10 @@ def generate(
     return total
 
 
-def engine_target(settings: GenerateSettings, record: bool) -> Callable[[], Target]:
-    """Starts the target with vLLM."""
+def engine_target(
+    settings: GenerateSettings, record: Path | None, aux_layers: tuple[int, ...] = ()
+) -> Callable[[], Target]:
+    """Starts the target with vLLM; see engine.offline.OfflineTarget."""
 
     def make() -> Target:
         from vllm_specx.engine.offline import OfflineTarget
@@ -310,6 +314,7 @@ def engine_target(settings: GenerateSettings, record: bool) -> Callable[[], Targ
             batch=settings.batch,
             max_model_len=settings.max_length,
             record=record,
+            aux_layers=aux_layers,
             dtype=generation_dtype(settings.target),
         )
 
@@ -323,16 +328,19 @@ def main(arguments: list[str]) -> int:
     settings = GenerateSettings.model_validate_json(Path(arguments[0]).read_text())
     part, parts = (arguments[2] if len(arguments) > 2 else "0/1").split("/")
     hidden = Path(arguments[3]) if len(arguments) > 3 else None
+    layers = arguments[4].split(",") if len(arguments) > 4 and arguments[4] else []
+    aux_layers = tuple(int(layer) for layer in layers)
     began = time.monotonic()
     with Progress("text", "tok") as progress:
         try:
             total = generate(
                 settings,
                 Path(arguments[1]),
-                engine_target(settings, record=hidden is not None),
+                engine_target(settings, hidden, aux_layers),
                 progress.update,
                 (int(part), int(parts)),
                 hidden,
+                aux_layers,
             )
         except TrainError as error:
             print(f"vllm-specx: {error}", file=sys.stderr)

@@ -136,6 +136,16 @@ def whole(folder: Path, index: int, kinds: Sequence[str]) -> bool:
     return True
 
 
+def write_states(
+    folder: Path, index: int, last: npt.NDArray[np.uint16], aux: dict[int, npt.NDArray[np.uint16]]
+) -> None:
+    """One shard's states, [T, hidden] each; the last state comes last, when all is there."""
+    if aux:
+        named = {f"layer.{number}": array for number, array in aux.items()}
+        shards.write_shard(shards.shard_path(folder, AUX, index), named, {})
+    shards.write_shard(shards.shard_path(folder, LAST, index), {"last": last}, {})
+
+
 def extract(
     settings: HiddenSettings,
     text: Path,
@@ -165,10 +175,7 @@ def extract(
         assert states is not None
         arrays = shards.read_shard(shards.shard_path(text, TEXT, index)).arrays
         last, aux = states(arrays["tokens"], arrays["offsets"])
-        if aux:
-            named = {f"layer.{number}": array for number, array in aux.items()}
-            shards.write_shard(shards.shard_path(folder, AUX, index), named, {})
-        shards.write_shard(shards.shard_path(folder, LAST, index), {"last": last}, {})
+        write_states(folder, index, last, aux)
         done += sizes[index]
         report(done, sum(sizes.values()))
 

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import struct
 import zlib
 from collections.abc import Mapping
@@ -160,9 +161,12 @@ def disk_error(error: OSError, path: Path) -> TrainError:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete temporary files of writers that were killed."""
+    """Delete temporary files and folders of writers that were killed."""
     for path in folder.glob(".*.tmp"):
-        path.unlink(missing_ok=True)
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def check_fingerprint(folder: Path, kind: str, fingerprint: Mapping[str, Any]) -> None:
