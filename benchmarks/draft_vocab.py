@@ -8,7 +8,8 @@ For each size N the most frequent N tokens of the training text (folders of text
 are among them, which bounds acceptance at every depth, and the time of the product with their rows
 of lm_head and of picking the best, in the draft step's own code. `ceiling` is the acceptance length
 that drafts of depth K, right with probability --acceptance where they can be named, would have;
-`tokens_per_ms` divides it by the time of a step that drafts them one after another.
+`tokens_per_ms` divides it by the time of a step that drafts them one after another; a plain step is
+that of benchmarks/results/never_slower.json, so measure both on one machine.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.lib import models, provenance
+from benchmarks.lib import models, plain_steps, provenance
 from vllm_specx.draft.dense import Dense
 from vllm_specx.draft.vocab import DraftVocab, count_tokens
 from vllm_specx.train.dataset import Corpus
@@ -32,8 +33,6 @@ from vllm_specx.train.target import load_target
 
 SIZES = (1024, 2048, 4096, 6144, 8192, 12288, 16384, 24576, 32768, 49152)
 BATCHES = (1, 4, 32)
-STEP_MS = 11.5
-"""A plain step of the small target at batch 1 (shared measurements: 11.3 to 12.6)."""
 VERIFY = 0.05
 """What one more token to verify costs, in plain steps."""
 
@@ -93,13 +92,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         held_out[name] = spoken(Corpus(Path(folder), None))
     weights = target.lm_head.to(torch.bfloat16)
     table = []
+    plain = plain_steps.milliseconds()[1]
     for size in (n for n in SIZES if n <= target.vocab_size):
         vocab = DraftVocab.most_frequent(counts, size)
         covered = {name: round(vocab.coverage(text), 4) for name, text in held_out.items()}
         times = product_times(weights[vocab.token_ids], arguments.repeats)
         worst = min(covered.values())
         length = expected(worst, arguments.acceptance, arguments.depth)
-        step = STEP_MS * (1 + VERIFY * arguments.depth) + arguments.depth * (
+        step = plain * (1 + VERIFY * arguments.depth) + arguments.depth * (
             times["1"] + arguments.network_ms
         )
         table.append(
@@ -115,7 +115,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "distinct": int((counts > 0).sum()),
         "held_out_tokens": {name: len(text) for name, text in held_out.items()},
         "assumed": {
-            "acceptance": arguments.acceptance, "depth": arguments.depth, "step_ms": STEP_MS,
+            "acceptance": arguments.acceptance, "depth": arguments.depth, "step_ms": plain,
             "verify": VERIFY, "network_ms": arguments.network_ms,
         },
         "threads": torch.get_num_threads(),

@@ -4,7 +4,8 @@
 
 Without --heads, heads of SmolLM2-135M's size and random weights are measured: the time does not
 depend on what they say. Each kind is measured with drafts of full length, as chains and as trees,
-with packed and plain weights, and the chain's network also through torch.compile.
+with packed and plain weights, and the chain's network also through torch.compile. The steps that
+this is a share of are those of benchmarks/results/never_slower.json: measure both on one machine.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.lib import provenance
+from benchmarks.lib import plain_steps, provenance
 from vllm_specx.draft.checkpoints import HeadWeights, TargetShape, load_heads
 from vllm_specx.draft.dense import Dense
 from vllm_specx.draft.medusa import MedusaDrafter
@@ -31,8 +32,6 @@ from vllm_specx.draft.vocab import DraftVocab
 
 HIDDEN, VOCAB, DEPTH = 576, 49152, 4
 BATCHES = (1, 4, 32)
-STEP_MS = {1: 11.5, 4: 13.5, 32: 29.4}
-"""A decode step without drafts: SmolLM2-135M, bfloat16, 2 cores, compiled."""
 
 
 def random_heads(conditioning: str, vocab: int) -> HeadWeights:
@@ -92,6 +91,7 @@ def unpack(drafter: MedusaDrafter) -> None:
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     lm_head = torch.randn(VOCAB, HIDDEN).to(torch.bfloat16)
     rows: list[dict[str, Any]] = []
+    steps = plain_steps.milliseconds()
     kinds: list[tuple[str, int, HeadWeights]] = [
         (conditioning, vocab, random_heads(conditioning, vocab))
         for conditioning in ("none", "hydra")
@@ -121,7 +121,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                     {
                         "conditioning": conditioning, "vocab": vocab, "topology": topology,
                         "form": form, "ms": times,
-                        "share_of_step": {b: round(times[b] / STEP_MS[b], 3) for b in BATCHES},
+                        "share_of_step": {b: round(times[b] / steps[b], 3) for b in BATCHES},
                     }
                 )  # fmt: skip
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
@@ -135,7 +135,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/medusa_cost.json"))
     arguments = parser.parse_args()
     result = {
-        "depth": DEPTH, "assumed_step_ms": STEP_MS, "threads": torch.get_num_threads(),
+        "depth": DEPTH, "step_ms": plain_steps.milliseconds(), "threads": torch.get_num_threads(),
         "rows": measure(arguments), "versions": provenance.versions(), "cpu": provenance.cpu(),
         "git": provenance.git(),
     }  # fmt: skip
