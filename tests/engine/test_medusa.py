@@ -53,7 +53,7 @@ def test_random_heads_change_no_token(
     assert grown(before, after, "spec_decode_num_accepted_tokens") < drafted // 10
 
 
-@pytest.mark.parametrize("heads", ["smollm2-135m-hydra"])
+@pytest.mark.parametrize("heads", ["smollm2-135m-hydra", "smollm2-135m-medusa"])
 def test_trained_heads_change_no_token(
     model: str, heads: str, expected: list[list[int]], tmp_path: Path
 ) -> None:
