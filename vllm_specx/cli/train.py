@@ -1,11 +1,11 @@
-"""`vllm-specx train medusa`: from a target to draft heads in one resumable command."""
+"""`vllm-specx train medusa|eagle|eagle3`: from a target to draft heads in one resumable command."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from pydantic import BaseModel, ValidationError
@@ -17,6 +17,31 @@ Settings = TypeVar("Settings", bound=BaseModel)
 
 app = typer.Typer(help="Train draft heads for a target.", no_args_is_help=True)
 
+Target = Annotated[str, typer.Option(help="A folder, a hub name or embedded:NAME.")]
+Out = Annotated[Path, typer.Option(help="Where everything goes; the same again resumes.")]
+Prompts = Annotated[
+    list[Path] | None,
+    typer.Option(help="JSONL of prompts or of served requests; default: built-in templates."),
+]
+Tokens = Annotated[int, typer.Option(help="Tokens that the target generates.")]
+Text = Annotated[
+    Path | None, typer.Option(help="Take the text of another run's --out instead of generating.")
+]
+Exclude = Annotated[
+    list[Path] | None,
+    typer.Option(help="JSONL of test prompts; text that shares a passage is left out."),
+]
+Depth = Annotated[int, typer.Option(help="Tokens drafted in a row.")]
+Vocab = Annotated[int, typer.Option(help="Tokens of the draft vocabulary.")]
+Epochs = Annotated[float, typer.Option(help="Passes over the text, at most.")]
+Rate = Annotated[float, typer.Option(help="The highest learning rate of the schedule.")]
+Sequences = Annotated[int, typer.Option(help="Conversations a batch.")]
+Seed = Annotated[int, typer.Option(help="Of prompts, batches and weights.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if any.")]
+Workers = Annotated[
+    int, typer.Option(help="Processes for the first two stages; default: one a GPU, 2 on a CPU.")
+]
+
 
 @app.callback()
 def commands() -> None:
@@ -25,63 +50,201 @@ def commands() -> None:
 
 @app.command()
 def medusa(
-    target: Annotated[str, typer.Option(help="A folder, a hub name or embedded:NAME.")],
-    out: Annotated[Path, typer.Option(help="Where everything goes; the same again resumes.")],
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(help="JSONL of prompts or of served requests; default: built-in templates."),
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens that the target generates.")] = 3_000_000,
-    exclude: Annotated[
-        list[Path] | None,
-        typer.Option(help="JSONL of test prompts; text that shares a passage is left out."),
-    ] = None,
+    target: Target,
+    out: Out,
+    prompts: Prompts = None,
+    tokens: Tokens = 3_000_000,
+    text: Text = None,
+    exclude: Exclude = None,
     conditioning: Annotated[
         str, typer.Option(help="hydra: sequential heads; none: Medusa's parallel heads.")
     ] = "hydra",
-    depth: Annotated[int, typer.Option(help="Tokens that the heads can draft.")] = 4,
+    depth: Depth = 4,
     layers: Annotated[int, typer.Option(help="Layers of a head.")] = 1,
     inner: Annotated[int | None, typer.Option(help="Width inside a sequential layer.")] = None,
-    vocab: Annotated[int, typer.Option(help="Tokens of the draft vocabulary.")] = 8192,
-    epochs: Annotated[float, typer.Option(help="Passes over the text, at most.")] = 10.0,
-    learning_rate: Annotated[float, typer.Option(help="The highest one of the schedule.")] = 1e-3,
-    seed: Annotated[int, typer.Option(help="Of prompts, batches and weights.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if any.")] = "",
-    workers: Annotated[
-        int,
-        typer.Option(help="Processes for the first two stages; default: one a GPU, 2 on a CPU."),
-    ] = 0,
+    vocab: Vocab = 8192,
+    epochs: Epochs = 10.0,
+    learning_rate: Rate = 1e-3,
+    seed: Seed = 0,
+    device: Device = "",
+    workers: Workers = 0,
 ) -> None:
     """Generate text with the target, cache its hidden states, and train heads on them."""
-    import torch
-
-    from vllm_specx.train import pipeline
-    from vllm_specx.train.dataset import Corpus
-    from vllm_specx.train.generate import GenerateSettings
-    from vllm_specx.train.hidden import HiddenSettings
     from vllm_specx.train.medusa import MedusaSettings, Trainer
-    from vllm_specx.train.plots import plot_history
-    from vllm_specx.train.progress import Progress
-    from vllm_specx.train.target import folder_of, load_target
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    workers = workers or (min(2, os.cpu_count() or 1) if device == "cpu" else 1)
-    model = embedded.checkpoint(target) if embedded.is_embedded(target) else folder_of(target)
-    text_settings = _settings(
-        GenerateSettings, target=str(model), tokens=tokens, prompts=prompts or [], seed=seed
-    )
-    hidden_settings = _settings(HiddenSettings, target=str(model), device=device)
+    device = device or _device()
     settings = _settings(
         MedusaSettings,
         conditioning=conditioning, depth=depth, layers=layers, inner=inner, vocab=vocab,
         epochs=epochs, learning_rate=learning_rate, seed=seed, device=device,
     )  # fmt: skip
-    weights = load_target(str(model))
-    text = pipeline.make_text(text_settings, out, workers)
-    hidden = pipeline.make_hidden(hidden_settings, text, out, workers)
+    model, folder, hidden = _stages(
+        target, out, prompts, tokens, text, seed, device, workers, "hidden", ()
+    )
+    _train(Trainer, settings, model, folder, hidden, out, exclude)
+
+
+@app.command()
+def eagle(
+    target: Target,
+    out: Out,
+    prompts: Prompts = None,
+    tokens: Tokens = 3_000_000,
+    text: Text = None,
+    exclude: Exclude = None,
+    depth: Depth = 4,
+    vocab: Vocab = 16384,
+    epochs: Epochs = 10.0,
+    learning_rate: Rate = 1e-3,
+    feature_weight: Annotated[
+        float, typer.Option(help="Of the distance to the target's states in the loss.")
+    ] = 1.0,
+    token_weight: Annotated[
+        float, typer.Option(help="Of the target's distribution in the loss.")
+    ] = 1.0,
+    sequences: Sequences = 8,
+    seed: Seed = 0,
+    device: Device = "",
+    workers: Workers = 0,
+) -> None:
+    """Train an EAGLE-1 draft: it continues the target's last hidden states."""
+    _eagle(
+        target, out, prompts, tokens, text, exclude, workers,
+        version=1, depth=depth, vocab=vocab, epochs=epochs, learning_rate=learning_rate,
+        feature_weight=feature_weight, token_weight=token_weight, sequences=sequences, seed=seed,
+        device=device or _device(),
+    )  # fmt: skip
+
+
+@app.command()
+def eagle3(
+    target: Target,
+    out: Out,
+    prompts: Prompts = None,
+    tokens: Tokens = 3_000_000,
+    text: Text = None,
+    exclude: Exclude = None,
+    aux_layers: Annotated[
+        str, typer.Option(help="Layers whose input the draft reads; default: 2, half, last but 3.")
+    ] = "",
+    depth: Depth = 4,
+    vocab: Vocab = 12288,
+    train_lm_head: Annotated[
+        bool, typer.Option(help="Train lm_head's rows too; else they stay the target's.")
+    ] = False,
+    norm_before_residual: Annotated[bool, typer.Option(help="vLLM's option of the name.")] = False,
+    epochs: Epochs = 10.0,
+    learning_rate: Rate = 1e-3,
+    sequences: Sequences = 8,
+    seed: Seed = 0,
+    device: Device = "",
+    workers: Workers = 0,
+) -> None:
+    """Train an EAGLE-3 draft: it reads three of the target's layers, and is trained on its own drafts."""
+    try:
+        layers = [int(layer) for layer in aux_layers.split(",") if layer]
+    except ValueError:
+        raise ConfigError(
+            f"--aux-layers is '{aux_layers}', but it must be numbers of layers, as 2,15,27."
+        ) from None
+    _eagle(
+        target, out, prompts, tokens, text, exclude, workers,
+        version=3, aux_layers=layers, depth=depth, vocab=vocab, train_lm_head=train_lm_head,
+        norm_before_residual=norm_before_residual, epochs=epochs, learning_rate=learning_rate,
+        sequences=sequences, seed=seed, device=device or _device(),
+    )  # fmt: skip
+
+
+def _eagle(
+    target: str,
+    out: Path,
+    prompts: list[Path] | None,
+    tokens: int,
+    text: Path | None,
+    exclude: list[Path] | None,
+    workers: int,
+    **values: Any,
+) -> None:
+    from vllm_specx.train import teacher
+    from vllm_specx.train.eagle import EagleSettings, EagleTrainer, default_aux_layers
+    from vllm_specx.train.progress import Progress
+    from vllm_specx.train.target import load_target
+
+    model = _model(target)
+    if values["version"] == 3:
+        values["aux_layers"] = values["aux_layers"] or default_aux_layers(model)
+    settings = _settings(EagleSettings, target=model, **values)
+    _, folder, states = _stages(
+        target, out, prompts, tokens, text, settings.seed, settings.device, workers, "states",
+        settings.aux_layers,
+    )  # fmt: skip
+    with Progress("teacher", "tok") as progress:
+        teacher.make(load_target(model), folder, states, settings.device, progress.update)
+    _train(EagleTrainer, settings, model, folder, states, out, exclude)
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _model(target: str) -> str:
+    from vllm_specx.train.target import folder_of
+
+    return str(embedded.checkpoint(target) if embedded.is_embedded(target) else folder_of(target))
+
+
+def _stages(
+    target: str,
+    out: Path,
+    prompts: list[Path] | None,
+    tokens: int,
+    text: Path | None,
+    seed: int,
+    device: str,
+    workers: int,
+    states: str,
+    aux_layers: tuple[int, ...],
+) -> tuple[str, Path, Path]:
+    """(the target's folder, text, hidden states), made as far as they are not there."""
+    from vllm_specx.train import pipeline
+    from vllm_specx.train.generate import GenerateSettings
+    from vllm_specx.train.hidden import HiddenSettings
+
+    workers = workers or (min(2, os.cpu_count() or 1) if device == "cpu" else 1)
+    model = _model(target)
+    text_settings = _settings(
+        GenerateSettings, target=model, tokens=tokens, prompts=prompts or [], seed=seed
+    )
+    hidden_settings = _settings(HiddenSettings, target=model, device=device, aux_layers=aux_layers)
+    if text is not None:
+        folder = pipeline.made_text(text)
+    else:
+        folder = pipeline.make_text(
+            text_settings, out, workers, states=states, aux_layers=aux_layers
+        )
+    return model, folder, pipeline.make_hidden(hidden_settings, folder, out, workers, states=states)
+
+
+def _train(
+    kind: Any,
+    settings: BaseModel,
+    model: str,
+    text: Path,
+    hidden: Path,
+    out: Path,
+    exclude: list[Path] | None,
+) -> None:
+    from vllm_specx.train import pipeline
+    from vllm_specx.train.dataset import Corpus
+    from vllm_specx.train.plots import plot_history
+    from vllm_specx.train.progress import Progress
+    from vllm_specx.train.target import load_target
+
     corpus = Corpus(text, hidden)
-    left_out = pipeline.excluded(corpus, exclude or [], str(model))
-    trainer = Trainer(settings, corpus, weights, out, left_out)
+    left_out = pipeline.excluded(corpus, exclude or [], model)
+    trainer = kind(settings, corpus, load_target(model), out, left_out)
     with Progress("heads", "steps") as progress:
         trainer.train(progress.update)
     try:

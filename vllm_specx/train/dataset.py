@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,7 @@ class Corpus:
         self._hidden: list[npt.NDArray[np.uint16]] = []
         self._folder = hidden
         self._shards: list[int] = []
+        self._maps: dict[tuple[str, int], shards.Arrays] = {}
         offsets = [np.zeros(1, np.int64)]
         self._begins = [0]
         for index in shards.indices(text, TEXT):
@@ -78,6 +80,11 @@ class Corpus:
         """The width of a hidden state."""
         return int(self._hidden[0].shape[1])
 
+    def spoken(self, conversation: int) -> npt.NDArray[np.int32]:
+        """The tokens that the target has said in it."""
+        part = slice(int(self.offsets[conversation]), int(self.offsets[conversation + 1]))
+        return self.tokens[part][self.source[part] > 0]
+
     def hidden(self, begin: int, end: int) -> torch.Tensor:
         """bfloat16 [end - begin, hidden]; the positions must be of one conversation."""
         shard = int(np.searchsorted(self._begins, begin, side="right")) - 1
@@ -87,13 +94,29 @@ class Corpus:
 
     def auxiliary(self, layer: int, begin: int, end: int) -> torch.Tensor:
         """bfloat16 [end - begin, hidden] of an auxiliary layer (EAGLE-3)."""
-        assert self._folder is not None
-        shard = int(np.searchsorted(self._begins, begin, side="right")) - 1
-        path = shards.shard_path(self._folder, AUX, self._shards[shard])
-        array = shards.read_shard(path, check=False).arrays[f"layer.{layer}"]
-        first = self._begins[shard]
-        bits = np.array(array[begin - first : end - first])
+        bits = self.cached(AUX, f"layer.{layer}", begin, end)
         return torch.from_numpy(bits).view(torch.bfloat16)
+
+    def cached(self, kind: str, name: str, begin: int, end: int) -> npt.NDArray[Any]:
+        """A copy of rows of an array of another kind of shard beside the hidden states."""
+        shard = int(np.searchsorted(self._begins, begin, side="right")) - 1
+        first = self._begins[shard]
+        return np.array(self._opened(kind, shard)[name][begin - first : end - first])
+
+    def require(self, kind: str) -> None:
+        """Raise TrainError if not all shards of a kind are there and of their full size."""
+        for shard in range(len(self._shards)):
+            self._opened(kind, shard)
+
+    def _opened(self, kind: str, shard: int) -> shards.Arrays:
+        assert self._folder is not None
+        if (kind, shard) not in self._maps:
+            path = shards.shard_path(self._folder, kind, self._shards[shard])
+            try:
+                self._maps[kind, shard] = shards.read_shard(path, check=False).arrays
+            except shards.BrokenShard as error:
+                raise TrainError(f"{error}; give the same command again to make it anew.") from None
+        return self._maps[kind, shard]
 
     def split(self, validation: float, excluded: set[int]) -> tuple[Ints, Ints]:
         """(train, validation) conversations; a conversation's side depends on its tokens only."""
@@ -133,6 +156,23 @@ class Corpus:
             for at in range(begin, end - 2, width)
         ]
         return np.array(found, np.int64).reshape(-1, 3)
+
+    def stretches(self, conversations: Ints, width: int) -> Ints:
+        """int64 [n, 4]: where a conversation begins, a stretch of at most `width` positions in which
+        the target speaks (begin, end), and where the conversation ends."""
+        found = []
+        for i in conversations:
+            start, end = int(self.offsets[i]), int(self.offsets[i + 1])
+            speaks = np.flatnonzero(self.source[start:end] > 0)
+            if len(speaks) < 2 or speaks[-1] < 2:
+                continue
+            first, last = start + max(int(speaks[0]) - 1, 0), start + int(speaks[-1]) - 1
+            found += [
+                (start, at, min(at + width, last), end)
+                for at in range(first, last, width)
+                if (self.source[at : min(at + width, last) + 2] > 0).any()
+            ]
+        return np.array(found, np.int64).reshape(-1, 4)
 
     def rows(self, windows: Ints, depth: int) -> Rows:
         """The windows, each followed by what `depth` drafts from its last position reach."""

@@ -1,4 +1,4 @@
-"""Cross-entropy through a frozen lm_head without keeping the logits."""
+"""Cross-entropy through lm_head without keeping the logits."""
 
 from __future__ import annotations
 
@@ -78,3 +78,60 @@ def teacher_probabilities(hidden: torch.Tensor, lm_head: torch.Tensor) -> torch.
         for i in range(0, len(hidden), CHUNK)
     ]
     return torch.cat(parts)
+
+
+class _SparseCrossEntropy(torch.autograd.Function):
+    """The autograd function of sparse_cross_entropy."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: torch.Tensor,
+        lm_head: torch.Tensor,
+        ids: torch.Tensor,
+        wanted: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        gradient = torch.empty_like(states) if ctx.needs_input_grad[0] else None
+        rows = torch.zeros_like(lm_head) if ctx.needs_input_grad[1] else None
+        best = torch.empty(len(states), dtype=torch.int64, device=states.device)
+        loss = torch.zeros((), device=states.device)
+        for begin in range(0, len(states), CHUNK):
+            part = slice(begin, begin + CHUNK)
+            logits = (states[part] @ lm_head.T).float()
+            best[part] = logits.argmax(-1)
+            total = torch.logsumexp(logits, -1, keepdim=True)
+            each = total[:, 0] - (logits.gather(-1, ids[part]) * wanted[part]).sum(-1)
+            loss += (each * weights[part]).sum()
+            delta = logits.sub_(total).exp_().scatter_add_(-1, ids[part], -wanted[part])
+            delta = delta.mul_(weights[part, None]).to(lm_head.dtype)
+            if gradient is not None:
+                torch.matmul(delta, lm_head, out=gradient[part])
+            if rows is not None:
+                rows.addmm_(delta.T, states[part])
+        ctx.save_for_backward(gradient, rows)
+        ctx.mark_non_differentiable(best)
+        return loss, best
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        made = [None if g is None else g * grads[0].to(g.dtype) for g in ctx.saved_tensors]
+        return *made, None, None, None
+
+
+def sparse_cross_entropy(
+    states: torch.Tensor,
+    lm_head: torch.Tensor,
+    ids: torch.Tensor,
+    wanted: torch.Tensor,
+    weights: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """fused_cross_entropy of a distribution that is zero but at a few tokens; lm_head may be trained.
+
+    states: [n, hidden]; lm_head: [N, hidden]; ids: int64 [n, k], distinct where wanted is not 0;
+    wanted: float32 [n, k] probabilities that add up to 1; weights: float32 [n].
+    Returns (loss, argmax int64 [n]).
+    """
+    apply: Any = _SparseCrossEntropy.apply
+    loss, best = apply(states, lm_head, ids, wanted, weights)
+    return loss, best

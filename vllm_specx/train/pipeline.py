@@ -18,30 +18,49 @@ from vllm_specx.setup import cpu
 from vllm_specx.train import hidden, shards
 from vllm_specx.train.dataset import Corpus
 from vllm_specx.train.errors import TrainError
+from vllm_specx.train.generate import KIND as TEXT
 from vllm_specx.train.generate import GenerateSettings
 from vllm_specx.train.hidden import HiddenSettings
 from vllm_specx.train.prompts import from_files
 
 
-def make_text(settings: GenerateSettings, out: Path, workers: int) -> Path:
-    """Stage 1: out/text, and out/hidden as far as the engine records it. On a CPU, `workers`
-    one-thread engines share the work."""
+def make_text(
+    settings: GenerateSettings,
+    out: Path,
+    workers: int,
+    *,
+    states: str = "hidden",
+    aux_layers: Sequence[int] = (),
+) -> Path:
+    """Stage 1: out/text, and in out/`states` the hidden states, as far as the engine records them.
+    On a CPU, `workers` one-thread engines share the work."""
     environment: dict[str, str] = {}
     if cpu.is_cpu_vllm():
         environment, _ = cpu.environment(dict(os.environ), extra_flags=())
         if workers > 1:
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     folder = out / "text"
-    _run("generate", settings, [str(folder)], workers, environment, [str(out / "hidden")])
+    recorded = [str(out / states), ",".join(map(str, aux_layers))]
+    _run("generate", settings, [str(folder)], workers, environment, recorded)
     return folder
 
 
-def make_hidden(settings: HiddenSettings, text: Path, out: Path, workers: int) -> Path:
-    """Stage 2: out/hidden."""
+def made_text(folder: Path) -> Path:
+    """The text of another run: its --out folder, or the folder of the shards. Raises TrainError."""
+    text = folder / "text" if (folder / "text").is_dir() else folder
+    if not shards.indices(text, TEXT):
+        raise TrainError(f"--text is {folder}, but there is no training text in it.")
+    return text
+
+
+def make_hidden(
+    settings: HiddenSettings, text: Path, out: Path, workers: int, *, states: str = "hidden"
+) -> Path:
+    """Stage 2: out/`states`."""
     environment = {"OMP_NUM_THREADS": "1"} if workers > 1 else {}
-    folder = out / "hidden"
+    folder = out / states
     _run("hidden", settings, [str(text), str(folder)], workers, environment)
-    missing = set(shards.indices(text, "text")) - set(shards.indices(folder, hidden.LAST))
+    missing = set(shards.indices(text, TEXT)) - set(shards.indices(folder, hidden.LAST))
     if missing:
         raise TrainError(f"hidden states of {len(missing)} shards are missing in {folder}.")
     return folder
