@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from vllm_specx.config_base import ProposerConfig, Strict
+from vllm_specx.draft.eagle_config import EagleConfig as EagleConfig
 from vllm_specx.draft.medusa_config import MedusaConfig as MedusaConfig
 
 
@@ -53,14 +54,17 @@ class StockConfig(ProposerConfig):
     proposer: Literal["stock"] = "stock"
 
 
-SpecxConfig = NgramConfig | MedusaConfig | StockConfig
-PROPOSERS: dict[str, type[NgramConfig] | type[MedusaConfig] | type[StockConfig]] = {
+SpecxConfig = NgramConfig | MedusaConfig | EagleConfig | StockConfig
+PROPOSERS: dict[str, type[SpecxConfig]] = {
     "ngram": NgramConfig,
     "medusa": MedusaConfig,
+    "eagle": EagleConfig,
     "stock": StockConfig,
 }
-PLANNED = ("eagle", "draft_model", "auto")
-DEFAULT_NUM_SPECULATIVE_TOKENS = {"ngram": 32, "medusa": 4}
+ALIASES = {"eagle3": "eagle"}
+"""Other names of proposers; whether a draft is EAGLE or EAGLE-3, its checkpoint says."""
+PLANNED = ("draft_model", "auto")
+DEFAULT_NUM_SPECULATIVE_TOKENS = {"ngram": 32, "medusa": 4, "eagle": 4}
 
 
 def nearest(word: str, known: list[str]) -> str:
@@ -69,10 +73,9 @@ def nearest(word: str, known: list[str]) -> str:
     return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(sorted(known))}"
 
 
-def proposer_config(
-    name: str,
-) -> type[NgramConfig] | type[MedusaConfig] | type[StockConfig]:
+def proposer_config(name: str) -> type[SpecxConfig]:
     """The configuration class of a proposer by its name after `specx:`."""
+    name = ALIASES.get(name, name)
     if name in PROPOSERS:
         return PROPOSERS[name]
     usable = sorted(set(PROPOSERS) - {"stock"})
@@ -92,9 +95,10 @@ def parse(raw: Mapping[str, Any]) -> SpecxConfig:
     """
     if not isinstance(raw, Mapping):
         raise ConfigError(f"specx must be a mapping of keys, not {raw!r}.")
-    model = proposer_config(str(raw.get("proposer", "ngram")))
+    name = str(raw.get("proposer", "ngram"))
+    model = proposer_config(name)
     try:
-        return model.model_validate(dict(raw))
+        return model.model_validate({**raw, "proposer": ALIASES.get(name, name)})
     except ValidationError as error:
         raise ConfigError(_sentence(error, model)) from None
 

@@ -85,6 +85,11 @@ def recipe(folder: Path, *lines: str) -> str:
         ("speculative: {method: 'specx:medusa'}", "'model'"),
         ("speculative: {method: 'specx:medusa', model: ./a}", "no heads './a'"),
         ("speculative: {method: 'specx:medusa', model: ~nobody/a}", "no heads '~nobody/a'"),
+        ("speculative: {method: 'specx:eagle3'}", "'model'"),
+        ("speculative: {method: 'specx:eagle', model: a, heads: b}", "given twice"),
+        ("speculative: {method: 'specx:eagle3', model: ./a}", "no heads './a'"),
+        ("speculative: {method: 'specx:eagle', heads: a/b, aux_layers: 3}", "'aux_layers' in specx is 3"),
+        ("speculative: {method: 'specx:eagle', heads: a/b, aux_layers: [9, 2]}", "ascending"),
         ("speculative: {method: 'specx:ngram', pool: 'of'}", "pool must be"),
     ],
 )  # fmt: skip

@@ -41,9 +41,10 @@ def test_the_heads_of_the_embedded_model_are_there_and_fit() -> None:
     assert sum(file.stat().st_size for file in folder.iterdir()) < 10e6
 
 
-def test_the_heads_path_is_relative_to_the_recipe(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["specx:medusa", "specx:eagle", "specx:eagle3"])
+def test_the_heads_path_is_relative_to_the_recipe(tmp_path: Path, method: str) -> None:
     (tmp_path / "mine").mkdir()
-    heads = {"method": "specx:medusa", "model": "mine", "num_speculative_tokens": 2}
+    heads = {"method": method, "model": "mine", "num_speculative_tokens": 2}
     assert with_heads(heads, tmp_path / "r.yaml") == {**heads, "model": str(tmp_path / "mine")}
     elsewhere = {**heads, "model": "org/heads"}
     assert with_heads(elsewhere, tmp_path / "r.yaml") == elsewhere

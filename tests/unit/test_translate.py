@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllm_specx.config import ConfigError
+from vllm_specx.config import ConfigError, EagleConfig, parse
 from vllm_specx.engine.pools import SALT_KEY, pool_of
 from vllm_specx.engine.translate import translate
 
@@ -61,11 +61,46 @@ def test_medusa_is_ours_where_vllm_has_none(method: str) -> None:
     assert additional == {"specx": {"proposer": "medusa", "heads": "some/heads"}}
 
 
+@pytest.mark.parametrize("method", ["specx:eagle", "specx:eagle3"])
+def test_eagle_by_both_names(method: str) -> None:
+    speculative, additional = call({"method": method, "model": "some/draft", "vocab": 100})
+    assert speculative == {
+        "method": "custom_class",
+        "model": "vllm_specx.EagleProposer",
+        "num_speculative_tokens": 4,
+    }
+    assert additional == {"specx": {"proposer": "eagle", "heads": "some/draft", "vocab": 100}}
+    assert call(speculative, additional) == (speculative, additional)
+    own = {"proposer": method.removeprefix("specx:"), "heads": "x", "aux_layers": [2, 5]}
+    _, additional = call({"model": "vllm_specx.EagleProposer"}, {"specx": own})
+    assert additional["specx"]["proposer"] == "eagle"
+    assert parse(own) == EagleConfig(heads="x", aux_layers=(2, 5))
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_vllms_own_eagle_stays(method: str) -> None:
+    config = {"method": method, "model": "some/draft", "num_speculative_tokens": 3}
+    assert call(config) == (config, {})
+
+
 @pytest.mark.parametrize(
     ("speculative", "additional", "words"),
     [
         ({"method": "specx:ngrm"}, None, "did you mean 'specx:ngram'"),
-        ({"method": "specx:eagle"}, None, "'specx:eagle' is not in this version"),
+        ({"method": "specx:auto"}, None, "'specx:auto' is not in this version"),
+        ({"method": "specx:egle"}, None, "did you mean 'specx:eagle'"),
+        ({"method": "specx:eagle"}, None, "'heads' in specx is missing"),
+        ({"method": "specx:eagle3", "model": "x", "nodes": 8}, None, "to method 'specx:eagle3'"),
+        ({"method": "specx:eagle", "heads": "x", "aux_layers": [5, 2]}, None, "ascending order"),
+        ({"method": "specx:eagle", "heads": "x", "aux_layers": []}, None, "ascending order"),
+        ({"method": "specx:eagle", "heads": "x", "aux_layers": [2, -5]}, None, "'aux_layers.1'"),
+        (
+            {"method": "specx:eagle", "heads": "x", "cache_tokens": 3},
+            None,
+            "'cache_tokens' in specx is 3",
+        ),
+        ({"method": "specx:eagle", "heads": "x", "vocab": 0}, None, "'vocab' in specx is 0"),
+        ({"method": "specx:eagle", "heads": ""}, None, "'heads' in specx is ''"),
         ({"method": "specx:medusa"}, None, "'heads' in specx is missing"),
         ({"method": "specx:medusa", "heads": "x", "nodes": 0}, None, "'nodes' in specx is 0"),
         ({"method": "specx:stock"}, None, "cannot be chosen"),

@@ -18,7 +18,7 @@ from vllm_specx.cli import flags as flag
 from vllm_specx.cli import network
 from vllm_specx.cli import recipe as recipes
 from vllm_specx.config import ConfigError
-from vllm_specx.engine.translate import translate
+from vllm_specx.engine.translate import MODEL_KEY, PREFIX, proposer_of, translate
 from vllm_specx.messages import clipped
 from vllm_specx.models import embedded
 from vllm_specx.setup import cpu
@@ -151,7 +151,8 @@ def with_heads(speculative: Mapping[str, Any], recipe: Path) -> dict[str, Any]:
     absolute; hub names stay. Raises ConfigError."""
     found = dict(speculative)
     given = [key for key in ("model", "heads") if isinstance(found.get(key), str)]
-    if found.get("method") == "specx:medusa" and len(given) == 1:
+    method = str(found.get("method"))
+    if method.startswith(PREFIX) and proposer_of(method) in MODEL_KEY and len(given) == 1:
         key = given[0]
         heads = found[key]
         there = documents.first_there(heads, (recipe.absolute().parent, Path.cwd()))

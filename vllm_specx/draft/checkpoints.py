@@ -22,31 +22,29 @@ from typing import Any, Literal
 
 import torch
 
-from vllm_specx.config import ConfigError
+from vllm_specx.draft.checkpoint_files import FORMAT as FORMAT
+from vllm_specx.draft.checkpoint_files import CheckpointError as CheckpointError
+from vllm_specx.draft.checkpoint_files import TargetShape as TargetShape
+from vllm_specx.draft.checkpoint_files import (
+    Tensors,
+    acceptance_of,
+    check_numbers,
+    check_target,
+    get,
+    kind_of,
+    own_block,
+    read_checkpoint,
+    vocab_of,
+    without_identity,
+)
+from vllm_specx.draft.checkpoint_files import read_tensors as read_tensors
 from vllm_specx.draft.vocab import DraftVocab, VocabError
 
-Tensors = dict[str, torch.Tensor]
 Conditioning = Literal["none", "hydra"]
-FORMAT = 1
-_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
-_NOT_WEIGHTS = ("optimizer", "scheduler", "training_args", "rng_state", "state")
 _PREFIXES = re.compile(r"^(model\.)?(medusa_heads?\.)?")
 _OLD = re.compile(r"^(\d+)\.(\d+)\.(linear\.)?(weight|bias)$")
 _BLOCK = re.compile(r"^blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)$")
 _OWN_HEAD = re.compile(r"^lm_heads\.(\d+)\.weight$")
-
-
-class CheckpointError(ConfigError):
-    """A checkpoint that cannot be used; the message is one sentence."""
-
-
-@dataclass(frozen=True)
-class TargetShape:
-    """What heads must fit. vocab_size: rows of the target's lm_head; dtype: of its activations."""
-
-    hidden_size: int
-    vocab_size: int
-    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
@@ -82,11 +80,7 @@ def load_heads(path: str | Path, target: TargetShape) -> HeadWeights:
     Raises CheckpointError: one sentence that says what does not fit.
     """
     path = Path(path).expanduser()
-    files, config_file = _find(path)
-    config = _read_config(config_file)
-    tensors: Tensors = {}
-    for file in files:
-        tensors |= read_tensors(file)
+    tensors, config = read_checkpoint(path)
     named = {_PREFIXES.sub("", name): tensor for name, tensor in tensors.items()}
     try:
         return _fit(_rename(named), config, target, path)
@@ -135,66 +129,6 @@ def save_for_vllm(heads: HeadWeights, lm_head: torch.Tensor, folder: Path) -> No
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def read_tensors(file: Path) -> Tensors:
-    """All tensors of a .safetensors, .pt or .bin file, without running code from it.
-
-    Raises CheckpointError.
-    """
-    try:
-        if file.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            return load_file(file)
-        loaded = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:
-        # safetensors and torch raise whatever their parsers do; the file is unusable in any case.
-        if "weights_only" in str(error) or "Unsupported" in str(error):
-            raise CheckpointError(
-                f"{file} holds more than tensors, and code from checkpoints is never run; "
-                "save its state_dict as safetensors."
-            ) from None
-        reason = " ".join(str(error).split())[:120] or type(error).__name__
-        raise CheckpointError(
-            f"{file} cannot be read ({reason}); it may be truncated, copy it again."
-        ) from None
-    if isinstance(loaded, Mapping) and isinstance(loaded.get("state_dict"), Mapping):
-        loaded = loaded["state_dict"]
-    if not isinstance(loaded, Mapping) or not all(
-        isinstance(tensor, torch.Tensor) for tensor in loaded.values()
-    ):
-        raise CheckpointError(f"{file} is not a mapping of names to tensors.")
-    return dict(loaded)
-
-
-def _find(path: Path) -> tuple[list[Path], Path | None]:
-    if path.is_file():
-        if path.suffix not in _SUFFIXES:
-            raise CheckpointError(f"{path} is none of {', '.join(_SUFFIXES)}.")
-        config = path.with_name("config.json")
-        return [path], config if config.is_file() else None
-    if not path.is_dir():
-        raise CheckpointError(f"there is no checkpoint {path}; check 'heads'.")
-    if (path / "heads" / "config.json").is_file():
-        return _find(path / "heads")
-    for suffix in _SUFFIXES:
-        if files := sorted(f for f in path.glob(f"*{suffix}") if f.stem not in _NOT_WEIGHTS):
-            config = path / "config.json"
-            return files, config if config.is_file() else None
-    raise CheckpointError(f"{path} has no weights: none of {', '.join(_SUFFIXES)}.")
-
-
-def _read_config(file: Path | None) -> dict[str, Any]:
-    if file is None:
-        return {}
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}.") from None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{file} must be a JSON mapping.")
-    return config
-
-
 def _rename(tensors: Tensors) -> Tensors:
     """FasterDecoding's names as vLLM's; others stay."""
     renamed = {}
@@ -209,14 +143,14 @@ def _rename(tensors: Tensors) -> Tensors:
 def _fit(
     tensors: Tensors, config: Mapping[str, Any], target: TargetShape, path: Path
 ) -> HeadWeights:
-    _check_numbers(tensors, path)
-    specx = config.get("specx")
-    specx = specx if isinstance(specx, dict) else {}
-    if specx.get("format", FORMAT) != FORMAT:
+    if kind_of(tensors, config) == "eagle":
         raise CheckpointError(
-            f"{path} has format {specx['format']!r}, and this version reads {FORMAT}; update vllm_specx."
+            f"{path} holds an EAGLE draft, not Medusa heads; write method 'specx:eagle'."
         )
-    _check_target(config, target, path)
+    check_numbers(tensors, path)
+    specx = own_block(config, path)
+    check_target("hidden_size", config.get("hidden_size"), target.hidden_size, path)
+    check_target("vocab_size", config.get("vocab_size"), target.vocab_size, path)
     vocab = _vocab(tensors, config, target, path)
     size = len(vocab) if vocab else target.vocab_size
     conditioning = specx.get("conditioning", "none")
@@ -239,57 +173,20 @@ def _fit(
         vocab=vocab,
         sequential=sequential,
         logit_scale=float(config.get("logit_scale", 1.0)),
-        acceptance=tuple(float(a) for a in specx.get("acceptance", ())),
+        acceptance=acceptance_of(specx, path),
     )
-
-
-def _check_numbers(tensors: Tensors, path: Path) -> None:
-    for name, tensor in tensors.items():
-        if name in ("token_map", "d2t", "t2d"):
-            continue
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise CheckpointError(
-                f"{path}: '{name}' is {str(tensor.dtype).removeprefix('torch.')}; "
-                "quantized heads are not read, save them as bfloat16 or float32."
-            )
-        if not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(f"{path}: '{name}' has values that are not finite.")
-
-
-def _check_target(config: Mapping[str, Any], target: TargetShape, path: Path) -> None:
-    for key, mine in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
-        made_for = config.get(key)
-        if isinstance(made_for, int) and made_for != mine:
-            raise CheckpointError(
-                f"{path} was made for a target with {key} {made_for}, but this target has {mine}; "
-                "use heads that were trained for it."
-            )
 
 
 def _vocab(
     tensors: Tensors, config: Mapping[str, Any], target: TargetShape, path: Path
 ) -> DraftVocab | None:
     said = config.get("truncated_vocab_size", config.get("draft_vocab_size"))
-    vocab = None
-    if "token_map" in tensors:
-        vocab = DraftVocab(tensors["token_map"].to(torch.int64), target.vocab_size)
-    elif "d2t" in tensors:
-        vocab = DraftVocab.from_d2t(tensors["d2t"], target.vocab_size)
+    vocab = vocab_of(tensors, said, target, path)
     if vocab is None and isinstance(said, int) and said < target.vocab_size:
         raise CheckpointError(
             f"{path} has a draft vocabulary of {said} tokens, but no token_map that says which."
         )
-    if vocab is not None and isinstance(said, int) and said != len(vocab):
-        raise CheckpointError(
-            f"{path}: token_map has {len(vocab)} tokens, but the configuration says {said}."
-        )
-    return vocab if vocab is None or len(vocab) < target.vocab_size else _identity(vocab)
-
-
-def _identity(vocab: DraftVocab) -> DraftVocab | None:
-    """None for a map of every token to itself."""
-    same = torch.equal(vocab.token_ids, torch.arange(len(vocab)))
-    return None if same else vocab
+    return without_identity(vocab)
 
 
 def _blocks(
@@ -309,28 +206,14 @@ def _blocks(
     for head in range(heads):
         for layer in range(layers):
             name = f"blocks.{head}.layers.{layer}."
-            weight = _get(tensors, f"{name}weight", (hidden, hidden), target, path)
+            weight = get(tensors, f"{name}weight", (hidden, hidden), target, path)
             weights.append(weight)
             if f"{name}bias" in tensors:
-                biases.append(_get(tensors, f"{name}bias", (hidden,), target, path))
+                biases.append(get(tensors, f"{name}bias", (hidden,), target, path))
     if biases and len(biases) != len(weights):
         raise CheckpointError(f"{path}: some residual blocks have a bias and others have none.")
     stacked = torch.stack(weights).view(heads, layers, hidden, hidden)
     return stacked, torch.stack(biases).view(heads, layers, hidden) if biases else None
-
-
-def _get(
-    tensors: Tensors, name: str, shape: tuple[int, ...], target: TargetShape, path: Path
-) -> torch.Tensor:
-    if name not in tensors:
-        raise CheckpointError(f"{path} has no '{name}'; it may be incomplete, copy it again.")
-    tensor = tensors[name]
-    if tuple(tensor.shape) != shape:
-        raise CheckpointError(
-            f"{path}: '{name}' has shape {list(tensor.shape)}, but a target with hidden size "
-            f"{target.hidden_size} and {target.vocab_size} tokens needs {list(shape)}."
-        )
-    return tensor.to(target.dtype)
 
 
 def _lm_heads(
@@ -356,7 +239,7 @@ def _lm_heads(
     for name in names:
         if vocab is not None and tensors[name].shape[0] == target.vocab_size > size:
             tensors = {**tensors, name: tensors[name][vocab.token_ids]}
-        found.append(_get(tensors, name, (size, target.hidden_size), target, path))
+        found.append(get(tensors, name, (size, target.hidden_size), target, path))
     return torch.stack(found)
 
 
@@ -370,4 +253,4 @@ def _sequential(
         layers=int(config.get("num_hidden_layers", 1)),
         inner=int(config.get("intermediate_size", 4 * target.hidden_size)),
     )
-    return {name: _get(tensors, name, shape, target, path) for name, shape in shapes.items()}
+    return {name: get(tensors, name, shape, target, path) for name, shape in shapes.items()}

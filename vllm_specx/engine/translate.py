@@ -17,8 +17,12 @@ logger = logging.getLogger(f"vllm.{__name__}")
 
 PREFIX = "specx:"
 SELECTED = "specx"
-CLASSES = {"ngram": "vllm_specx.NgramProposer", "medusa": "vllm_specx.MedusaProposer"}
-MODEL_KEY = {"medusa": "heads"}
+CLASSES = {
+    "ngram": "vllm_specx.NgramProposer",
+    "medusa": "vllm_specx.MedusaProposer",
+    "eagle": "vllm_specx.EagleProposer",
+}
+MODEL_KEY = {"medusa": "heads", "eagle": "heads"}
 """What `model`, which vLLM's methods have for a draft, is called in ours."""
 PASSED_ON = frozenset({"num_speculative_tokens"})
 MAX_SPECULATIVE_TOKENS = 128
@@ -67,10 +71,16 @@ def translate(
     return speculative, additional
 
 
+def proposer_of(method: str) -> str:
+    """The proposer that `specx:NAME` means."""
+    name = method.removeprefix(PREFIX)
+    return config.ALIASES.get(name, name)
+
+
 def _short_form(
     method: str, speculative: dict[str, Any], additional: dict[str, Any], vllm_keys: frozenset[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    name = method.removeprefix(PREFIX)
+    name = proposer_of(method)
     model = config.proposer_config(name)
     if name == "stock":
         raise ConfigError(
@@ -132,11 +142,11 @@ def _long_form(
     own = {} if own is None else own
     if not isinstance(own, Mapping):
         raise ConfigError(f"specx must be a mapping of keys, not {own!r}.")
-    if own.get("proposer", name) != name:
+    if proposer_of(str(own.get("proposer", name))) != name:
         raise ConfigError(
             f"specx.proposer is {own['proposer']!r}, but model is '{speculative['model']}'; keep one."
         )
-    own = {"proposer": name, **own}
+    own = {**own, "proposer": name}
     config.parse(own)
     speculative.setdefault("num_speculative_tokens", config.DEFAULT_NUM_SPECULATIVE_TOKENS[name])
     _check_num_speculative_tokens(speculative["num_speculative_tokens"])
