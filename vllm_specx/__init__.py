@@ -3,7 +3,7 @@
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["MedusaProposer", "NgramProposer", "__version__"]
+__all__ = ["EagleProposer", "MedusaProposer", "NgramProposer", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -16,4 +16,8 @@ def __getattr__(name: str) -> Any:
         from vllm_specx.engine.heads import MedusaProposer
 
         return MedusaProposer
+    if name == "EagleProposer":
+        from vllm_specx.engine.eagle import EagleProposer
+
+        return EagleProposer
     raise AttributeError(f"module 'vllm_specx' has no attribute {name!r}")

@@ -1,9 +1,9 @@
 """T>0: the distribution is the target's after accepted, rejected and bonus positions.
 
 Two-sample chi-square tests against no speculation, 8,000 samples each side, of a small random
-target whose whole distribution fits the cells. The level of each test is 1e-5 and this file makes 81
-of them (3 settings: 3 drafts x 5 cells, 3 proposers x 3 positions, no speculation against itself x 3),
-so that with everything right a fresh run raises a false alarm once in 1,234 runs at most (Bonferroni).
+target whose whole distribution fits the cells. The level of each test is 1e-5 and this file makes 108
+of them (3 settings: 3 drafts x 5 cells, 6 proposers x 3 positions, no speculation against itself x 3),
+so that with everything right a fresh run raises a false alarm once in 925 runs at most (Bonferroni).
 test_usual_faults_are_seen shows which faults these tests see; stock vLLM on a CPU fails them.
 """
 
@@ -19,7 +19,7 @@ from scipy.stats import chi2_contingency
 
 from tests.engine.conftest import Script, scripted_engine
 from tests.support.engine import Engine, EngineError, grown, ids
-from tests.support.heads import random_heads
+from tests.support.heads import random_heads, trained_heads
 from tests.support.tiny import VOCAB, tiny_llama
 
 pytestmark = pytest.mark.engine
@@ -223,37 +223,69 @@ STOCK = {
     "prompt_lookup_min": 1,
     "prompt_lookup_max": 3,
 }
+HEADS = {"method": "specx:medusa", "num_speculative_tokens": 3, "min_probability": 0.0}
 PROPOSERS: dict[str, dict[str, Any]] = {
     "specx:ngram": {"method": "specx:ngram", "num_speculative_tokens": 3, "min_probability": 0.0},
     "stock ngram, cut by the controller": {**STOCK, "specx": {"controller": {"k_min": 1}}},
-    "specx:medusa": {"method": "specx:medusa", "num_speculative_tokens": 3, "min_probability": 0.0},
+    "specx:medusa, random heads": HEADS,
+    "specx:medusa, trained heads": HEADS,
+    "specx:medusa, trained heads, 3 requests at a time": HEADS,
+    "specx:medusa, trained heads, one request at a time": HEADS,
 }
-FEW = 40
-"""Accepted tokens that heads without training come to at least."""
+LIMITS = {"3 requests": 3, "one request": 1}
+FEW = {"random": 40, "trained": SAMPLES // 4}
+"""Accepted tokens that heads come to at least."""
 
 
-@pytest.fixture(scope="module", params=list(PROPOSERS))
+@pytest.fixture(scope="module")
+def trained(target: str, plain_small: Sampler, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("trained")
+    return trained_heads(folder / "heads", target, list(plain_small.prompt))
+
+
+def chosen(name: str, of: dict[str, int], otherwise: int) -> int:
+    return next((value for key, value in of.items() if key in name), otherwise)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.slow) if "at a time" in name else name
+        for name in PROPOSERS
+    ],
+)
 def proposer_small(
     request: pytest.FixtureRequest,
     target: str,
     plain_small: Sampler,
     tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Sampler]:
+) -> Iterator[tuple[Sampler, int]]:
+    """With the number of tokens that it accepts at least."""
     folder = tmp_path_factory.mktemp("proposer")
     config = dict(PROPOSERS[request.param])
-    if request.param == "specx:medusa":
+    if "random" in request.param:
         config["model"] = random_heads(folder / "heads", 128)
-    engine = Engine(folder / "log", model=target, speculative_config=config, seed=1, **SMALL)
-    yield Sampler(engine, plain_small.prompt)
+    elif "trained" in request.param:
+        config["model"] = request.getfixturevalue("trained")
+    engine = Engine(
+        folder / "log",
+        model=target,
+        speculative_config=config,
+        seed=1,
+        max_num_seqs=chosen(request.param, LIMITS, 64),
+        **SMALL,
+    )
+    yield Sampler(engine, plain_small.prompt), chosen(request.param, FEW, 40)
     engine.close()
 
 
 @pytest.mark.parametrize("setting", list(SETTINGS))
 def test_a_proposer_has_the_targets_distribution(
-    proposer_small: Sampler, expected: Expected, setting: str
+    proposer_small: tuple[Sampler, int], expected: Expected, setting: str
 ) -> None:
-    got, drafted, accepted = proposer_small.draw(SETTINGS[setting])
-    assert FEW < accepted < drafted - SAMPLES // 20
+    sampler, few = proposer_small
+    got, drafted, accepted = sampler.draw(SETTINGS[setting])
+    assert few < accepted < drafted - SAMPLES // 20
     assert worst(got, expected[setting]) > LEVEL
 
 

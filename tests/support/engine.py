@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import time
@@ -95,6 +96,22 @@ class Engine:
     def patches(self) -> dict[str, bool]:
         """Which of our changes to vLLM are in effect in the worker."""
         return self._call("patches")  # type: ignore[no-any-return]
+
+    def come_and_go(
+        self,
+        texts: Sequence[str],
+        lengths: Sequence[int],
+        aborted: Sequence[bool],
+        at_once: int,
+        seed: int,
+    ) -> int:
+        """Requests of max_tokens `lengths`, at most `at_once` at a time; some are aborted after a few
+        steps. How many came to their end."""
+        return self._call("come_and_go", texts, lengths, aborted, at_once, seed)  # type: ignore[no-any-return]
+
+    def draft_cache(self) -> dict[str, int]:
+        """Of the draft's own K/V cache: requests that hold pages, and pages by what they are."""
+        return self._call("draft_cache")  # type: ignore[no-any-return]
 
     def abort_one(self, texts: Sequence[str], after: int, **common: Any) -> list[list[int] | None]:
         """As chat, but the first request is aborted after `after` steps (None in the answer)."""
@@ -292,6 +309,41 @@ def _do_abort_one(llm: Any, texts: list[str], after: int, common: dict[str, Any]
         if steps == after:
             engine.abort_request([ids[0]])
     return [results.get(name) for name in ids]
+
+
+def _do_come_and_go(
+    llm: Any, texts: list[str], lengths: list[int], aborted: list[bool], at_once: int, seed: int
+) -> int:
+    chance = random.Random(seed)
+    engine = llm.llm_engine
+    waiting = list(zip(texts, lengths, aborted, strict=True))
+    left: dict[str, int] = {}
+    finished = 0
+    while waiting or engine.has_unfinished_requests():
+        while waiting and len(left) < at_once:
+            text, length, abort = waiting.pop()
+            (params,) = _params(None, {"max_tokens": length, "ignore_eos": True}, 1)
+            name = f"go-{time.monotonic_ns()}"
+            engine.add_request(name, {"prompt_token_ids": _do_prompt_ids(llm, text)}, params)
+            left[name] = chance.randrange(1, 12) if abort else 10**9
+        for output in engine.step():
+            if output.finished and left.pop(output.request_id, None) is not None:
+                finished += 1
+        for name in list(left):
+            left[name] -= 1
+            if left[name] <= 0:
+                engine.abort_request([name])
+                del left[name]
+    return finished
+
+
+def _do_draft_cache(llm: Any) -> dict[str, int]:
+    (found,) = llm.collective_rpc(_draft_cache_of_worker)
+    return dict(found)
+
+
+def _draft_cache_of_worker(worker: Any) -> dict[str, int]:
+    return dict(worker.model_runner.drafter.proposer.cache_use())
 
 
 def _do_counters(llm: Any) -> dict[str, Any]:

@@ -33,14 +33,7 @@ class MedusaProposer(EngineProposer):
     def load_model(self, target_model: Any) -> None:
         settings = self.specx_config()
         assert isinstance(settings, config.MedusaConfig)
-        head = target_weight(target_model, "lm_head")
-        embeddings = target_weight(target_model, "embed_tokens")
-        head = embeddings if head is None else head
-        if head is None:
-            raise CheckpointError(
-                f"{type(target_model).__name__} has neither lm_head nor embed_tokens where draft heads "
-                "look for them; serve this target with specx:ngram."
-            )
+        head, embeddings = head_and_embeddings(target_model)
         text = self.vllm_config.model_config.hf_text_config
         shape = TargetShape(text.hidden_size, self.vocab_size, head.dtype)
         heads = load_heads(local_folder(settings.heads), shape)
@@ -54,6 +47,20 @@ class MedusaProposer(EngineProposer):
             settings.heads,
             f", {len(heads.vocab)} draft tokens" if heads.vocab else "",
         )
+
+
+def head_and_embeddings(target_model: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The target's lm_head (its embeddings, if they are tied) and its embeddings: [padded vocabulary,
+    hidden] each. Raises CheckpointError."""
+    head = target_weight(target_model, "lm_head")
+    embeddings = target_weight(target_model, "embed_tokens")
+    head = embeddings if head is None else head
+    if head is None:
+        raise CheckpointError(
+            f"{type(target_model).__name__} has neither lm_head nor embed_tokens where draft heads "
+            "look for them; serve this target with specx:ngram."
+        )
+    return head, embeddings
 
 
 def target_weight(target_model: Any, name: str) -> torch.Tensor | None:

@@ -124,6 +124,13 @@ def _check_heads(vllm_config: Any, settings: config.SpecxConfig) -> None:
         text = vllm_config.model_config.hf_text_config
         vocab_size = vllm_config.model_config.get_vocab_size()
         load_heads(local_folder(settings.heads), TargetShape(text.hidden_size, vocab_size))
+    elif isinstance(settings, config.EagleConfig):
+        from vllm_specx.engine.eagle import read_draft, target_shape
+
+        shape = target_shape(vllm_config.model_config, vllm_config.model_config.dtype)
+        if layers := read_draft(settings, shape).aux_layers:
+            # The target's compiled graph has these outputs, and this is part of its hash.
+            vllm_config.additional_config[SELECTED]["aux_layers"] = list(layers)
 
 
 def _refuse_diverging_ranks(vllm_config: Any, settings: config.SpecxConfig) -> None:
