@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -235,13 +236,17 @@ def test_speculators_eagle(tmp_path: Path) -> None:
     assert_same(plain, load_eagle(write(tmp_path / "b", renamed, config), TARGET))
 
 
-@pytest.mark.parametrize("table", ["token_map", "d2t"])
+@pytest.mark.parametrize("table", ["token_map", "token_map.npy", "d2t"])
 def test_ours(tmp_path: Path, table: str) -> None:
     """An EAGLE draft whose reduced vocabulary chooses rows of the target's lm_head."""
     ids = torch.tensor(IDS)
-    own = {"format": 1, "acceptance": [0.5, 0.25], "training": {"tokens": 1000}}
+    own: dict[str, Any] = {"format": 1, "acceptance": [0.5, 0.25], "training": {"tokens": 1000}}
     tensors = synthetic.eagle1()
-    tensors |= {"token_map": ids} if table == "token_map" else synthetic.tables(IDS)
+    if table.endswith(".npy"):
+        own["token_map"] = table
+        np.save(tmp_path / table, np.array(IDS))
+    else:
+        tensors |= {"token_map": ids} if table == "token_map" else synthetic.tables(IDS)
     folder = write(tmp_path, tensors, synthetic.layer_config(specx=own))
     weights = load_eagle(folder, TARGET)
     assert weights.acceptance == (0.5, 0.25) and weights.lm_head is None
@@ -506,6 +511,28 @@ def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert not (tmp_path / "specx-was-here").exists()
     whole = {"model.norm.weight": torch.ones(HIDDEN)}
     refused(write(tmp_path / "b", whole, synthetic.layer_config()), "has no EAGLE draft; it holds")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("../ids.npy", None, "must be the name of a .npy file beside it"),
+        (3, None, "specx.token_map in config.json is 3"),
+        ("ids.npy", None, "ids.npy cannot be read"),
+        ("ids.npy", np.array([0.5]), "does not hold whole numbers"),
+        ("ids.npy", np.array([[1, 2]]), r"'token_map' must be a list .* shape \[1, 2\]"),
+        ("ids.npy", np.array([1, 200]), "has the id 200"),
+        ("ids.npy", np.array([{}]), "ids.npy cannot be read"),
+    ],
+)
+def test_a_token_map_file_that_is_none(tmp_path: Path, name: Any, content: Any, said: str) -> None:
+    config = synthetic.layer_config(specx={"token_map": name})
+    folder = write(tmp_path, synthetic.eagle1(), config)
+    if content is not None:
+        np.save(folder / name, content)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        load_eagle(folder, TARGET)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("bare", [True, False])

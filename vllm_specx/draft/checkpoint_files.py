@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from vllm_specx.config import ConfigError
 from vllm_specx.draft.vocab import DraftVocab
+from vllm_specx.messages import shown
 
 Tensors = dict[str, torch.Tensor]
 FORMAT = 1
@@ -49,14 +51,36 @@ class TargetShape:
 def read_checkpoint(path: Path) -> tuple[Tensors, dict[str, Any]]:
     """All tensors and the configuration (empty if there is none) of a folder or file.
 
-    Raises CheckpointError.
+    A `token_map` may be in a .npy file of its own, named by `specx.token_map`: vLLM's EAGLE refuses
+    tensors that it does not know. Raises CheckpointError.
     """
     files, config_file = find_files(path)
     config = read_config(config_file)
     tensors: Tensors = {}
     for file in files:
         tensors |= read_tensors(file)
+    own = config.get("specx")
+    if isinstance(own, dict) and own.get("token_map") is not None:
+        tensors["token_map"] = _read_ids(own["token_map"], files[0].parent)
     return tensors, config
+
+
+def _read_ids(name: Any, folder: Path) -> torch.Tensor:
+    if not isinstance(name, str) or Path(name).name != name or not name.endswith(".npy"):
+        raise CheckpointError(
+            f"{folder}: specx.token_map in config.json is {shown(name)}; it must be the name of a .npy "
+            "file beside it."
+        )
+    try:
+        ids = np.load(folder / name, allow_pickle=False)
+    except (OSError, ValueError, EOFError, MemoryError) as error:
+        reason = " ".join(str(error).split())[:120] or type(error).__name__
+        raise CheckpointError(
+            f"{folder / name} cannot be read ({reason}); it may be truncated, copy it again."
+        ) from None
+    if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu":
+        raise CheckpointError(f"{folder / name} does not hold whole numbers; copy it again.")
+    return torch.from_numpy(ids.astype(np.int64))
 
 
 def find_files(path: Path) -> tuple[list[Path], Path | None]:

@@ -7,8 +7,8 @@ Read are
         `lm_head.weight`, `d2t`, `t2d`;
     vLLM's (vllm/model_executor/models/llama_eagle.py, llama_eagle3.py), names with or without `model.`;
     vllm-project/speculators': `fusion_fc.*`, `transformer.*` (EAGLE) and `layers.0.*` (EAGLE-3);
-    ours: the names of the first two, and for EAGLE a `token_map` or `d2t` beside no lm_head, which
-        chooses rows of the target's.
+    ours: the names of the first two, and for EAGLE a `token_map` (a tensor, or a .npy file that
+        `specx.token_map` names) or `d2t` beside no lm_head, which chooses rows of the target's.
 As .safetensors, .bin or .pt beside their config.json (eagle_keys.py). Nothing is unpickled but tensors.
 """
 
