@@ -16,6 +16,8 @@ from tests.support.eagle_training import cycling_text, states_of
 from tests.support.training import HIDDEN, VOCAB, tiny_target
 from vllm_specx.cli.train import app
 from vllm_specx.config import ConfigError
+from vllm_specx.draft.checkpoint_files import TargetShape
+from vllm_specx.draft.eagle_checkpoints import load_eagle
 from vllm_specx.draft.vocab import DraftVocab
 from vllm_specx.train import shards, teacher
 from vllm_specx.train.dataset import Corpus
@@ -238,10 +240,14 @@ def test_a_sequence_is_learnt_and_the_checkpoint_is_whole(
         assert {"fc_norm.1.weight", "norm.weight", "midlayer.hidden_norm.weight"} <= set(tensors)
     else:
         assert config["architectures"] == ["LlamaForCausalLM"]
-        vocab = np.load(tmp_path / "heads" / config["specx"]["token_map"])
-        assert np.array_equal(vocab, trainer.vocab.token_ids.numpy())
+        assert torch.equal(tensors.pop("token_map"), trainer.vocab.token_ids)
         assert not any("input_layernorm" in name or "lm_head" in name for name in tensors)
     assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
+    weights = load_eagle(tmp_path / "heads", TargetShape(HIDDEN, VOCAB, torch.bfloat16, 2))
+    assert weights.version == trainer.settings.version and weights.acceptance[0] > 0.9
+    assert weights.vocab is not None
+    assert torch.equal(weights.vocab.token_ids, trainer.vocab.token_ids)
+    assert weights.aux_layers == trainer.settings.aux_layers
     if trainer.settings.version == 3:
         loaded = _trainer(target, text, states, tmp_path / "other", **changes)
         if trainer.settings.train_lm_head is False:

@@ -132,6 +132,10 @@ def eagle3(
     train_lm_head: Annotated[
         bool, typer.Option(help="Train lm_head's rows too; else they stay the target's.")
     ] = False,
+    export_lm_head: Annotated[
+        bool,
+        typer.Option(help="Write the target's rows too: stock vLLM needs them, this does not."),
+    ] = True,
     norm_before_residual: Annotated[bool, typer.Option(help="vLLM's option of the name.")] = False,
     epochs: Epochs = 10.0,
     learning_rate: Rate = 1e-3,
@@ -142,14 +146,14 @@ def eagle3(
 ) -> None:
     """Train an EAGLE-3 draft: it reads three of the target's layers, and is trained on its own drafts."""
     try:
-        layers = [int(layer) for layer in aux_layers.split(",") if layer]
+        layers = sorted({int(layer) for layer in aux_layers.split(",") if layer})
     except ValueError:
         raise ConfigError(
             f"--aux-layers is '{aux_layers}', but it must be numbers of layers, as 2,15,27."
         ) from None
     _eagle(
         target, out, prompts, tokens, text, exclude, workers,
-        version=3, aux_layers=layers, depth=depth, vocab=vocab, train_lm_head=train_lm_head,
+        version=3, aux_layers=layers, depth=depth, vocab=vocab, train_lm_head=train_lm_head, export_lm_head=export_lm_head,
         norm_before_residual=norm_before_residual, epochs=epochs, learning_rate=learning_rate,
         sequences=sequences, seed=seed, device=device or _device(),
     )  # fmt: skip

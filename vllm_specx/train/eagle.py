@@ -13,7 +13,7 @@ from pydantic import Field
 from torch.nn import functional
 
 from vllm_specx.draft.checkpoints import FORMAT
-from vllm_specx.train import shards, teacher
+from vllm_specx.train import teacher
 from vllm_specx.train.dataset import Batches, Corpus, Ints
 from vllm_specx.train.eagle_net import Eagle1Net, Eagle3Net, EagleNet, layer_config
 from vllm_specx.train.errors import TrainError
@@ -22,9 +22,6 @@ from vllm_specx.train.loss import CHUNK, sparse_cross_entropy
 from vllm_specx.train.target import TargetWeights
 from vllm_specx.train.trainer import Acceptance, BaseTrainer, TrainSettings
 from vllm_specx.train.unroll import Unroll
-
-VOCAB_FILE = "token_map.npy"
-"""EAGLE-1's draft vocabulary, int64 [N]: beside the weights, because stock vLLM knows none there."""
 
 
 class EagleSettings(TrainSettings):
@@ -38,6 +35,8 @@ class EagleSettings(TrainSettings):
     vocab: Annotated[int, Field(ge=16)] = 12288
     train_lm_head: bool = False
     """EAGLE-3: lm_head's rows are trained too; otherwise they stay the target's."""
+    export_lm_head: bool = True
+    """EAGLE-3: the checkpoint has the target's rows too, which stock vLLM needs and ours does not."""
     norm_before_residual: bool = False
     """EAGLE-3: vLLM's option of that name."""
     bias: bool | None = None
@@ -262,10 +261,8 @@ class EagleTrainer(BaseTrainer[EagleSettings]):
         whole = len(self.vocab) == self.target.vocab_size
         if settings.version == 1:
             config["architectures"] = ["LlamaForCausalLM"]
-            if not whole:
-                config["specx"]["token_map"] = VOCAB_FILE
-                with shards.atomic(self.out / "heads" / VOCAB_FILE) as file:
-                    np.save(file, self.vocab.token_ids.numpy())
+            # Stock vLLM knows no draft vocabulary here: eagle_checkpoints.save_for_vllm leaves it out.
+            tensors |= {} if whole else self.vocab.token_map()
         else:
             config |= {
                 "architectures": ["LlamaForCausalLMEagle3"],
@@ -277,7 +274,7 @@ class EagleTrainer(BaseTrainer[EagleSettings]):
                     "use_aux_hidden_state": True,
                 },
             }
-            if not settings.train_lm_head:
+            if settings.export_lm_head and not settings.train_lm_head:
                 tensors["lm_head.weight"] = self.lm_head.to("cpu", torch.bfloat16)
             if self.config.attention_bias:  # stock vLLM has one there too
                 size = self.config.hidden_size

@@ -99,16 +99,17 @@ class _SparseCrossEntropy(torch.autograd.Function):
         for begin in range(0, len(states), CHUNK):
             part = slice(begin, begin + CHUNK)
             logits = (states[part] @ lm_head.T).float()
-            best[part] = logits.argmax(-1)
-            total = torch.logsumexp(logits, -1, keepdim=True)
-            each = total[:, 0] - (logits.gather(-1, ids[part]) * wanted[part]).sum(-1)
-            loss += (each * weights[part]).sum()
-            delta = logits.sub_(total).exp_().scatter_add_(-1, ids[part], -wanted[part])
-            delta = delta.mul_(weights[part, None]).to(lm_head.dtype)
+            top, best[part] = logits.max(-1)
+            said = logits.gather(-1, ids[part])
+            delta = torch.softmax(logits, -1)
+            total = top - delta.gather(-1, best[part, None])[:, 0].log()
+            loss += ((total - (said * wanted[part]).sum(-1)) * weights[part]).sum()
+            delta = delta.scatter_add_(-1, ids[part], -wanted[part]).to(lm_head.dtype)
+            weight = weights[part, None].to(lm_head.dtype)
             if gradient is not None:
-                torch.matmul(delta, lm_head, out=gradient[part])
+                gradient[part] = (delta @ lm_head).mul_(weight)
             if rows is not None:
-                rows.addmm_(delta.T, states[part])
+                rows.addmm_(delta.T, states[part] * weight)
         ctx.save_for_backward(gradient, rows)
         ctx.mark_non_differentiable(best)
         return loss, best

@@ -24,7 +24,7 @@ from vllm_specx.train.dataset import Batches, Corpus, Ints
 from vllm_specx.train.errors import TrainError
 from vllm_specx.train.target import TargetWeights
 
-FREE = frozenset({"epochs", "patience", "device", "validate_every"})
+FREE = frozenset({"epochs", "patience", "device", "validate_every", "export_lm_head"})
 """Settings that a resumed run may change."""
 
 
