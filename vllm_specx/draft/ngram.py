@@ -8,6 +8,7 @@ and drafts as long as those make worth verifying.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -55,6 +56,19 @@ def match_levels(min_match: int, max_match: int) -> LongArray:
     return np.array([min(min_match, max_match), *powers], np.int64)
 
 
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What may follow, for B requests.
+
+    tokens: int32 [B, max_draft]; reach: float64 [B, max_draft], the probability that all tokens up to
+    there are accepted; lengths: int64 [B], how many of both are predicted, the rest means nothing.
+    """
+
+    tokens: IntArray
+    reach: FloatArray
+    lengths: LongArray
+
+
 class NgramLookahead:
     """The proposer `specx:ngram`. Not thread-safe; one per worker.
 
@@ -93,22 +107,35 @@ class NgramLookahead:
 
     def propose(self, context: DraftContext) -> list[DraftTree]:
         """One chain a request, in the order of `context.request_ids`; see Proposer."""
+        size = len(context.request_ids)
+        found = self.predict(context)
+        lengths: LongArray = np.empty(size, np.int64)
+        budgets = np.asarray(context.budgets, np.int64)
+        costs = self._costs(context, size)
+        choose_lengths(found.reach, found.lengths, budgets, costs, self.minimum, lengths)
+        return [
+            DraftTree.chain(found.tokens[i, :length]) if length else EMPTY_DRAFT
+            for i, length in enumerate(lengths.tolist())
+        ]
+
+    def predict(self, context: DraftContext) -> Prediction:
+        """All that could be drafted; once a step, instead of propose()."""
         self._step += 1
         for request_id in context.finished:
             self._finish(request_id)
         self.pool.index(INDEX_QUOTA)
         size = len(context.request_ids)
-        if size == 0:
-            return []
         num_tokens = np.asarray(context.num_tokens, np.int64)
         num_sampled = np.fromiter(map(len, context.sampled), np.int64, size)
         slots = self._find_slots(context, num_tokens, num_sampled)
         token_ids, rows = _plain(context)
-        out: IntArray = np.empty((size, self.max_draft), np.int32)
-        reach = np.empty((size, self.max_draft))
-        predicted: LongArray = np.empty(size, np.int64)
-        lengths: LongArray = np.empty(size, np.int64)
-        costs = self._costs(context, size)
+        found = Prediction(
+            np.empty((size, self.max_draft), np.int32),
+            np.empty((size, self.max_draft)),
+            np.zeros(size, np.int64),
+        )
+        if size == 0:
+            return found
         step(
             self._arrays,
             self.pool.arrays,
@@ -120,18 +147,13 @@ class NgramLookahead:
             self.levels,
             self.config.max_match,
             context.vocab_size,
-            self._floor(size, costs),
+            self._floor(size, self._costs(context, size)),
             self.weights,
-            out,
-            reach,
-            predicted,
+            found.tokens,
+            found.reach,
+            found.lengths,
         )
-        budgets = np.asarray(context.budgets, np.int64)
-        choose_lengths(reach, predicted, budgets, costs, self.minimum, lengths)
-        return [
-            DraftTree.chain(out[i, :length]) if length else EMPTY_DRAFT
-            for i, length in enumerate(lengths.tolist())
-        ]
+        return found
 
     def warm_up(self) -> None:
         """Compile everything now, so that no request waits for it. State is left as it was."""
