@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support import synthetic_eagle as synthetic
+from tests.support import eagle_files as synthetic
 from tests.support import synthetic_heads
 from vllm_specx.draft.checkpoints import CheckpointError, TargetShape, load_heads
 from vllm_specx.draft.eagle_checkpoints import load_eagle, most_frequent, save_for_vllm
