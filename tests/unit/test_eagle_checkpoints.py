@@ -287,6 +287,14 @@ def test_an_lm_head_of_the_whole_vocabulary(tmp_path: Path) -> None:
     assert weights.vocab is None, "a map of every token to itself"
 
 
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
 @pytest.mark.parametrize(
     ("keys", "rope"),
     [
@@ -296,13 +304,8 @@ def test_an_lm_head_of_the_whole_vocabulary(tmp_path: Path) -> None:
             {"rope_type": "linear", "factor": 2.0, "rope_theta": 500000.0},
         ),
         (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}},
-            {
-                "rope_type": "llama3",
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "rope_theta": 500000.0,
-            },
+            {"rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+            {"rope_type": "llama3", **LLAMA3, "rope_theta": 500000.0},
         ),
         (
             {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 3e4}},
@@ -428,6 +431,7 @@ def _nan(there: Tensors, config: dict[str, Any]) -> None:
         (_said(layer_types=["sliding_attention"]), "sliding attention window"),
         (_said(rope_scaling={"type": "mrope", "mrope_section": [2]}), "rotary embedding 'mrope'"),
         (_said(rope_scaling={"type": "linear"}), "has no factor"),
+        (_said(rope_scaling={"type": "llama3", "factor": 8.0}), "'llama3' has no low_freq_factor"),
         (_said(rope_scaling={"type": "linear", "factor": 0}), "'factor' of the rotary embedding is 0"),
         (_said(rope_theta="big"), "'rope_theta' of the rotary embedding is 'big'"),
         (_said(rope_scaling=[1]), "'rope_scaling' in config.json must be a mapping"),

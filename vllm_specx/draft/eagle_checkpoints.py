@@ -83,7 +83,8 @@ class _Named:
 
     def rows(self, name: str) -> int:
         """The tensor's first dimension; 0 for a number."""
-        return (*self.raw(name).shape, 0)[0]
+        shape = self.raw(name).shape
+        return int(shape[0]) if shape else 0
 
     def _as_written(self, name: str) -> str:
         """A name that is not there, with the prefix that the file has for the first layer."""
@@ -432,7 +433,7 @@ def _stock_tensors(weights: EagleWeights, vocab_size: int, lm_head: torch.Tensor
         sizes = [shape.heads * shape.head_dim, *2 * [shape.kv_heads * shape.head_dim]]
         for kind, joined in (("weight", layer.qkv), ("bias", layer.qkv_bias)):
             if joined is not None:
-                for name, part in zip("qkv", joined.split(sizes), strict=True):
+                for name, part in zip("qkv", torch.split(joined, sizes), strict=True):
                     tensors[f"{at}self_attn.{name}_proj.{kind}"] = part.clone()
         if layer.qkv_bias is not None:
             # vLLM's Llama layers have this one wherever q, k and v have theirs.

@@ -21,7 +21,15 @@ from vllm_specx.messages import shown
 Size = Annotated[int, Field(ge=1, le=2**31)]
 LAYER_TYPES = ("llama", "qwen2", "mistral")
 """Model types whose layers are Llama's, with or without biases of q, k and v."""
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+ROPE_TYPES: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": _LLAMA3,
+}
+"""Rotary embeddings, and the numbers that each must have."""
 _NO_LAYER_TYPE = ("eagle", "speculators")
 _OF_SPECULATORS = (
     "draft_vocab_size",
@@ -196,7 +204,7 @@ def _rope(flat: Mapping[str, Any], path: Path) -> dict[str, Any]:
     rope.setdefault("rope_theta", flat.get("rope_theta", 10000.0))
     kind = rope.pop("type", None)
     rope.setdefault("rope_type", kind or "default")
-    if rope["rope_type"] not in ROPE_TYPES:
+    if not isinstance(rope["rope_type"], str) or rope["rope_type"] not in ROPE_TYPES:
         raise CheckpointError(
             f"{path}: the rotary embedding {shown(rope['rope_type'])} is not supported; "
             f"{', '.join(ROPE_TYPES)} are."
@@ -206,17 +214,17 @@ def _rope(flat: Mapping[str, Any], path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path}: partial_rotary_factor {shown(partial)} is not supported; only 1.0 is."
         )
-    for key in ("rope_theta", "factor"):
-        value = rope.get(key, 1.0)
+    for key in ("rope_theta", *ROPE_TYPES[rope["rope_type"]]):
+        if key not in rope:
+            raise CheckpointError(
+                f"{path}: the rotary embedding {rope['rope_type']!r} has no {key}; add it to config.json."
+            )
+        value = rope[key]
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not math.isfinite(value) or value <= 0:
             raise CheckpointError(
                 f"{path}: '{key}' of the rotary embedding is {shown(value)}; it must be a positive number."
             )
-    if rope["rope_type"] != "default" and "factor" not in rope:
-        raise CheckpointError(
-            f"{path}: the rotary embedding {rope['rope_type']!r} has no factor; add it to config.json."
-        )
     return rope
 
 
