@@ -227,7 +227,7 @@ def test_drafts_shorten_when_they_are_wrong_and_grow_when_right(tmp_path: Path) 
             )  # fmt: skip
             (draft,) = drafter.propose(step)
             found.append(len(draft.tokens))
-            guessed = drafter._pending["r0"].tree.tokens.tolist()
+            guessed = drafter._outcomes.guesses["r0"].tree.tokens.tolist()
             sampled = [*guessed, 1][: found[-1] + 1] if rightly else [-1]
             at += len(sampled)
         return found
@@ -254,7 +254,7 @@ def test_heads_that_were_given_up_come_back(tmp_path: Path) -> None:
         )  # fmt: skip
         (draft,) = drafter.propose(step)
         found.append(len(draft.tokens))
-        guessed = drafter._pending["r0"].tree.tokens
+        guessed = drafter._outcomes.guesses["r0"].tree.tokens
         sampled = [-1] if i < 200 else [int(guessed[0])]
         at += 1
     assert found[199] == 0 and found[-1] >= 1
@@ -269,7 +269,7 @@ def test_outcomes_of_another_place_are_not_learned(tmp_path: Path) -> None:
     drafter.propose(context(hidden, budgets=[3], num_tokens=np.array([25], np.int32)))
     assert np.array_equal(before, drafter._calibration.table())
     drafter.propose(context(hidden, budgets=[0], finished=["r0"], sampled=[[]]))
-    assert not drafter._pending
+    assert not drafter._outcomes.guesses
 
 
 def test_chain_length_is_the_best_of_all() -> None:

@@ -44,6 +44,12 @@ class Dense(nn.Module):
         if not _has_matrix_units():
             self._wide = weight.detach().float()
 
+    @property
+    def bytes(self) -> int:
+        """Of the weights and their packed copies."""
+        copies = (self.weight, self._packed, self._wide)
+        return sum(copy.numel() * copy.element_size() for copy in copies if copy is not None)
+
     @staticmethod
     def _product(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
@@ -57,6 +63,12 @@ class Dense(nn.Module):
             return self._product(x, self._packed)
         weight = self.weight
         return functional.linear(x, weight if weight.dtype == x.dtype else weight.to(x.dtype))
+
+    def tail(self, x: torch.Tensor, first: int) -> torch.Tensor:
+        """x [..., in] -> [..., out - first]: the outputs from `first` on, for many rows."""
+        if self._wide is not None and x.numel() >= _WIDE_ROWS * x.shape[-1]:
+            return functional.linear(x.float(), self._wide[first:]).to(x.dtype)
+        return functional.linear(x, self.weight[first:].to(x.dtype))
 
 
 def _has_matrix_units() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from vllm_specx.draft.best_first import chain_length
 from vllm_specx.draft.tree import IntArray
 
 FloatArray = npt.NDArray[np.float64]
@@ -34,4 +35,31 @@ def goodput_lengths(reach: FloatArray, budgets: IntArray, costs: FloatArray) -> 
     best = int(np.argmax(gain / time))
     rows = places[order[:best]] // depth
     lengths: IntArray = np.bincount(rows, minlength=size).astype(np.int32)
+    return lengths
+
+
+def chain_lengths(
+    acceptance: FloatArray,
+    budgets: IntArray,
+    costs: FloatArray | None,
+    *,
+    min_probability: float | None,
+    token_cost: float | None,
+    default_cost: float,
+) -> IntArray:
+    """How much of each chain is proposed, int32 [B].
+
+    acceptance: [B, depth], of each token given those before it. costs: see DraftContext.costs.
+    min_probability, token_cost: as configured (MedusaConfig, EagleConfig). default_cost: what
+        token_cost is where neither it nor costs are known.
+    """
+    if min_probability is not None:
+        reached = np.cumprod(acceptance, axis=1)
+        chosen = (reached >= min_probability).sum(axis=1)
+    elif costs is not None and token_cost is None:
+        reach: FloatArray = np.cumprod(acceptance, axis=1, dtype=np.float64)
+        return goodput_lengths(reach, budgets, costs)
+    else:
+        chosen = chain_length(acceptance, default_cost if token_cost is None else token_cost)
+    lengths: IntArray = np.minimum(chosen, budgets).astype(np.int32)
     return lengths

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,13 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_specx.draft.best_first import chain_length, fixed_tree, parallel_tree
+from vllm_specx.draft.best_first import fixed_tree, parallel_tree
 from vllm_specx.draft.checkpoints import CheckpointError, HeadWeights
 from vllm_specx.draft.dense import Dense
 from vllm_specx.draft.depth_calibration import DepthCalibration
-from vllm_specx.draft.lengths import goodput_lengths
+from vllm_specx.draft.lengths import chain_lengths
 from vllm_specx.draft.medusa_config import MedusaConfig
 from vllm_specx.draft.medusa_heads import ParallelHeads, SequentialHeads, sequential_from
+from vllm_specx.draft.outcomes import Guess, Outcomes, to_host
 from vllm_specx.draft.proposer import DraftContext
 from vllm_specx.draft.tree import EMPTY_DRAFT, DraftTree, IntArray
 
@@ -35,16 +35,6 @@ class _Made:
     guessed: DraftTree
     depths: IntArray
     probabilities: npt.NDArray[np.float32]
-
-
-@dataclass(frozen=True, slots=True)
-class _Pending:
-    """A guess whose outcome is not known yet. at: committed tokens when it was made."""
-
-    tree: DraftTree
-    depths: IntArray
-    probabilities: npt.NDArray[np.float32]
-    at: int
 
 
 class MedusaDrafter:
@@ -101,15 +91,13 @@ class MedusaDrafter:
         self.depth = heads.depth
         self._scale = heads.logit_scale
         self._calibration = DepthCalibration(heads.depth, heads.acceptance)
-        self._pending: dict[str, _Pending] = {}
+        self._outcomes = Outcomes(self._calibration)
         self._fixed = fixed_tree(config.choices) if config.choices else None
         if self._fixed is not None and int(self._fixed[0].max()) >= heads.depth:
             raise CheckpointError(
                 f"choices is {int(self._fixed[0].max()) + 1} deep, but {config.heads} has "
                 f"{heads.depth} heads."
             )
-        default_cost = 0.05 if self._on_cpu else 0.01
-        self._token_cost = config.token_cost if config.token_cost is not None else default_cost
 
     def _vocabulary(
         self, config: MedusaConfig, heads: HeadWeights, lm_head: torch.Tensor | None
@@ -142,7 +130,7 @@ class MedusaDrafter:
     @torch.inference_mode()
     def propose(self, context: DraftContext) -> list[DraftTree]:
         """One draft a request, of at most its budget; see draft.proposer.DraftContext."""
-        self._learn(context)
+        self._outcomes.learn(context)
         active = np.flatnonzero(context.budgets > 0)
         drafts = [EMPTY_DRAFT] * len(context.request_ids)
         if not len(active):
@@ -162,9 +150,8 @@ class MedusaDrafter:
             made = self._sequential_trees(hidden, last, budgets)
         for i, each in zip(active, made, strict=True):
             drafts[i] = each.draft
-            self._pending[context.request_ids[i]] = _Pending(
-                each.guessed, each.depths, each.probabilities, int(context.num_tokens[i])
-            )
+            guess = Guess(each.guessed, each.depths, each.probabilities, int(context.num_tokens[i]))
+            self._outcomes.expect(context.request_ids[i], guess)
         return drafts
 
     def logits(self, hidden: torch.Tensor, heads: int | None = None) -> torch.Tensor:
@@ -190,7 +177,7 @@ class MedusaDrafter:
             logits = self.logits(hidden, depth)
             best = logits.max(-1).indices
             chosen = torch.softmax(logits, -1).gather(-1, best[..., None])[..., 0]
-            tokens, probabilities = _to_host(self._targets(best).T, chosen.T)
+            tokens, probabilities = to_host(self._targets(best).T, chosen.T)
         else:
             tokens, probabilities = self._sequential_chain(hidden, last, budgets, costs)
         acceptance = self._calibration.estimate(probabilities)
@@ -209,17 +196,14 @@ class MedusaDrafter:
     def _lengths(
         self, acceptance: FloatArray, budgets: IntArray, costs: FloatArray | None
     ) -> IntArray:
-        if self._config.min_probability is None:
-            if costs is not None and self._config.token_cost is None:
-                reach: FloatArray = np.cumprod(acceptance, axis=1, dtype=np.float64)
-                return goodput_lengths(reach, budgets, costs)
-            chosen = chain_length(acceptance, self._token_cost)
-            lengths: IntArray = np.minimum(chosen, budgets).astype(np.int32)
-            return lengths
-        reached = np.cumprod(acceptance, axis=1)
-        likely = (reached >= self._config.min_probability).sum(axis=1)
-        lengths = np.minimum(likely, budgets).astype(np.int32)
-        return lengths
+        return chain_lengths(
+            acceptance,
+            budgets,
+            costs,
+            min_probability=self._config.min_probability,
+            token_cost=self._config.token_cost,
+            default_cost=0.05 if self._on_cpu else 0.01,
+        )
 
     def _sequential_chain(
         self, hidden: torch.Tensor, last: IntArray, budgets: IntArray, costs: FloatArray | None
@@ -242,7 +226,7 @@ class MedusaDrafter:
                 acceptance = self._calibration.estimate(so_far)
                 if not (self._lengths(acceptance, budgets, costs) == d + 1).any():
                     break
-        return _to_host(torch.stack(tokens, 1), torch.stack(probabilities, 1))
+        return to_host(torch.stack(tokens, 1), torch.stack(probabilities, 1))
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._embeddings[tokens.to(self._embeddings.device)].to(self._device, self._dtype)
@@ -251,7 +235,7 @@ class MedusaDrafter:
         logits = self.logits(hidden)
         width = min(self._width(), logits.shape[-1])
         values, best = torch.softmax(logits, -1).topk(width, -1)
-        tokens, probabilities = _to_host(
+        tokens, probabilities = to_host(
             self._targets(best).transpose(0, 1), values.transpose(0, 1)
         )  # [B, depth, width] each
         acceptance = np.swapaxes(self._calibration.estimate(np.swapaxes(probabilities, 1, 2)), 1, 2)
@@ -328,55 +312,6 @@ class MedusaDrafter:
             np.array([place[int(parents[node])] for node in kept], np.int32),
         )
         return _Made(tree, tree, depths[kept], probabilities[kept])
-
-    def _learn(self, context: DraftContext) -> None:
-        """Compare what was drafted with what was committed."""
-        depths: list[int] = []
-        probabilities: list[float] = []
-        right: list[bool] = []
-        for i, request in enumerate(context.request_ids):
-            sampled = context.sampled[i]
-            if not sampled or (pending := self._pending.pop(request, None)) is None:
-                continue
-            if pending.at != int(context.num_tokens[i]) - len(sampled):
-                continue
-            for node, agreed in _outcomes(pending.tree, sampled):
-                depths.append(int(pending.depths[node]))
-                probabilities.append(float(pending.probabilities[node]))
-                right.append(agreed)
-        if depths:
-            self._calibration.learn(
-                np.array(depths), np.array(probabilities), np.array(right, dtype=bool)
-            )
-        for request in context.finished:
-            self._pending.pop(request, None)
-
-
-def _outcomes(tree: DraftTree, sampled: Iterable[int]) -> Iterable[tuple[int, bool]]:
-    """(node, whether it was right) for every child of a node that was accepted."""
-    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-    node = -1
-    for truth in sampled:
-        following = None
-        for child in range(node + 1, len(tokens)):
-            if parents[child] == node:
-                agreed = tokens[child] == truth
-                yield child, agreed
-                if agreed:
-                    following = child
-        if following is None:
-            return
-        node = following
-
-
-def _to_host(
-    tokens: torch.Tensor, probabilities: torch.Tensor
-) -> tuple[IntArray, npt.NDArray[np.float32]]:
-    """Both in one transfer: ids below 2**24 are exact in float32."""
-    if tokens.device.type == "cpu":
-        return tokens.to(torch.int32).numpy(), probabilities.float().numpy()
-    both = torch.stack((tokens.float(), probabilities.float())).cpu().numpy()
-    return both[0].astype(np.int32), both[1]
 
 
 def _bins(probabilities: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,251 @@
+"""Attention of draft layers over paged contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from vllm_specx.draft.paged_cache import PAGE, PagedCache, Sequence
+
+Places = npt.NDArray[np.int64]
+
+_WASTE = 4096
+"""Entries of padding that cost about as much as one more group."""
+_SCRATCH = 256 << 20
+"""Bytes that gathered contexts may take for a whole draft; beyond, they are gathered each time."""
+_MASK = 10_000_000
+"""The most elements of a mask."""
+_FEW = 16
+"""Up to so many new rows, requests share a padded batch."""
+
+
+def attend(q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """q [b, heads, r, head_dim], kv [b, length, 2 * kv_heads, head_dim], mask [b, 1, r, length] to be
+    added -> [b, heads, r, head_dim]."""
+    keys, values = kv.transpose(1, 2).chunk(2, 1)
+    return functional.scaled_dot_product_attention(
+        q, keys, values, attn_mask=mask, enable_gqa=keys.shape[1] != q.shape[1]
+    )
+
+
+class Window:
+    """The contexts of a batch, gathered from their pages once, and what is drafted after them.
+
+    sequences: B, written up to `ends` before the first attend(). depth: how many drafted entries
+        may follow; they live here and never reach the pages.
+    Requests of similar length form a group, so that little is padding.
+    """
+
+    def __init__(
+        self, cache: PagedCache, sequences: Many[Sequence], ends: Many[int], depth: int
+    ) -> None:
+        self._cache = cache
+        self._batch = len(sequences)
+        self._depth = depth
+        bases = np.array([s.base for s in sequences], np.int64)
+        lengths = np.array(ends, np.int64) - bases
+        entry = cache.kv[0, 0].nbytes
+        groups = group(lengths, _SCRATCH // (4 * entry))
+        self._groups = [
+            _Group(cache, [sequences[i] for i in members], lengths[members], members, depth)
+            for members in groups
+        ]
+        size = sum(g.entries for g in self._groups) * cache.layers
+        self._hold = size * entry <= _SCRATCH
+        self._tails: list[list[torch.Tensor]] = [[] for _ in range(cache.layers)]
+        self._whole = self._in_order()
+
+    def attend(self, layer: int, q: torch.Tensor, kv: torch.Tensor | None) -> torch.Tensor:
+        """One query a request: q [B, heads, head_dim] -> [B, heads * head_dim].
+
+        kv: [B, 2 * kv_heads, head_dim] of the drafted token, to be seen from now on; None at first,
+            when the query is that of the last entry in the pages.
+        """
+        tails = self._tails[layer]
+        if kv is not None:
+            tails.append(kv)
+        whole = self._whole
+        out = q if whole else torch.empty_like(q)
+        for g in self._groups:
+            query = q if whole else q.index_select(0, g.rows)
+            answer = attend(query[:, :, None], *self._context(g, layer, tails))[:, :, 0]
+            if whole:
+                out = answer
+            else:
+                out.index_copy_(0, g.rows, answer)
+        return out.reshape(self._batch, -1)
+
+    def _context(
+        self, g: _Group, layer: int, tails: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        kv = g.kept.get(layer)
+        fresh = tails[-1:]
+        if kv is None:
+            kv = g.gather(layer)
+            fresh = tails
+            if self._hold:
+                g.kept[layer] = kv
+        end = g.width + len(tails)
+        for column, tail in enumerate(fresh, end - len(fresh)):
+            kv[:, column] = tail if self._whole else tail.index_select(0, g.rows)
+        mask = None if g.mask is None else g.mask[..., :end]
+        return kv[:, :end], mask
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Only these requests go on; rows int64 [n], ascending."""
+        chosen = rows.cpu().numpy()
+        place = np.full(self._batch, -1, np.int64)
+        place[chosen] = np.arange(len(chosen))
+        for g in self._groups:
+            g.keep(place)
+        self._groups = [g for g in self._groups if len(g.members)]
+        self._batch = len(chosen)
+        self._tails = [[t.index_select(0, rows) for t in tails] for tails in self._tails]
+        self._whole = self._in_order()
+
+    def _in_order(self) -> bool:
+        """Whether one group is the batch as it stands."""
+        return len(self._groups) == 1 and bool(
+            (self._groups[0].members == np.arange(self._batch)).all()
+        )
+
+
+class _Group:
+    """Requests whose contexts are padded to one width. high: their lengths. members: their places in the
+    batch."""
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        sequences: list[Sequence],
+        high: Places,
+        members: Places,
+        depth: int,
+    ) -> None:
+        self._cache = cache
+        self.members = members
+        low = np.array([s.start - s.base for s in sequences], np.int64)
+        self.width = int(high.max())
+        table = _table(sequences, -(-(self.width + depth) // PAGE))
+        self._columns = table.shape[1] * PAGE
+        device = cache.kv.device
+        self._table = torch.from_numpy(table).to(device, non_blocking=True)
+        self.rows = torch.from_numpy(members).to(device, non_blocking=True)
+        self.mask: torch.Tensor | None = None
+        if low.any() or (high != self.width).any():
+            column = np.arange(self.width + depth)
+            hidden = (column < low[:, None]) | ((column >= high[:, None]) & (column < self.width))
+            mask = np.where(hidden, np.float32(-np.inf), np.float32(0.0))
+            self.mask = torch.from_numpy(mask).to(device, non_blocking=True)
+            self.mask = self.mask.to(cache.kv.dtype)[:, None, None]
+        self.kept: dict[int, torch.Tensor] = {}
+
+    @property
+    def entries(self) -> int:
+        """Gathered, padding included."""
+        return len(self.members) * int(self._columns)
+
+    def gather(self, layer: int) -> torch.Tensor:
+        """[b, columns, 2 * kv_heads, head_dim]."""
+        return _gathered(self._cache, layer, self._table)
+
+    def keep(self, place: Places) -> None:
+        """place: [batch], where each request of the batch goes, -1 for those that end."""
+        stay = place[self.members] >= 0
+        self.members = place[self.members[stay]]
+        if not stay.all():
+            local = torch.from_numpy(np.flatnonzero(stay)).to(self._table.device)
+            self._table = self._table.index_select(0, local)
+            if self.mask is not None:
+                self.mask = self.mask.index_select(0, local)
+            self.kept = {n: kv.index_select(0, local) for n, kv in self.kept.items()}
+        self.rows = torch.from_numpy(self.members).to(self._table.device)
+
+
+def group(lengths: Places, most: int) -> list[Places]:
+    """Places of requests by length, such that padding to the longest wastes little, and with at
+    most `most` entries a group, or one request."""
+    if not len(lengths):
+        return []
+    longest = int(lengths.max())
+    if int((longest - lengths).sum()) <= _WASTE and longest * len(lengths) <= most:
+        return [np.arange(len(lengths), dtype=np.int64)]
+    order = np.argsort(-lengths, kind="stable")
+    groups: list[list[int]] = []
+    waste, width = 0, 0
+    for i in order.tolist():
+        length = int(lengths[i])
+        full = bool(groups) and (len(groups[-1]) + 1) * width > most
+        if not groups or full or waste + width - length > _WASTE:
+            groups.append([])
+            waste, width = 0, length
+        waste += width - length
+        groups[-1].append(i)
+    return [np.array(members, np.int64) for members in groups]
+
+
+def attend_rows(
+    cache: PagedCache,
+    layer: int,
+    q: torch.Tensor,
+    sequences: Many[Sequence],
+    ends: Many[int],
+    positions: Many[Places],
+) -> torch.Tensor:
+    """Any number of queries a request, each over the entries up to its own.
+
+    q: [R, heads, head_dim], the requests' rows one after the other. ends: where each request's
+        written entries end. positions: each request's rows, ascending. -> [R, heads * head_dim].
+    """
+    counts = np.array([len(p) for p in positions], np.int64)
+    firsts = np.cumsum(counts) - counts
+    out = torch.empty_like(q)
+    few = np.flatnonzero(counts <= _FEW)
+    lengths = np.array([end - s.base for s, end in zip(sequences, ends, strict=True)], np.int64)
+    batches = [few[members] for members in group(lengths[few], _MASK // _FEW)]
+    batches += [np.array([i], np.int64) for i in np.flatnonzero(counts > _FEW)]
+    device = cache.kv.device
+    for members in batches:
+        chosen = [sequences[i] for i in members]
+        width = int(lengths[members].max())
+        table = torch.from_numpy(_table(chosen, -(-width // PAGE))).to(device)
+        kv = _gathered(cache, layer, table)[:, :width]
+        most = int(counts[members].max())
+        step = max(1, _MASK // (len(members) * width))
+        for begin in range(0, most, step):
+            size = min(step, most - begin)
+            # A request with fewer rows repeats its last one.
+            local = np.minimum(begin + np.arange(size), counts[members, None] - 1)
+            rows = torch.from_numpy(firsts[members, None] + local).to(device)
+            at = np.stack([positions[i][local[j]] for j, i in enumerate(members)])
+            base = np.array([s.base for s in chosen], np.int64)[:, None]
+            low = np.array([s.start for s in chosen], np.int64)[:, None] - base
+            column = torch.arange(width, device=device)
+            last = torch.from_numpy(at - base).to(device)[..., None]
+            hidden = (column > last) | (column < torch.from_numpy(low).to(device)[..., None])
+            mask = torch.zeros(hidden.shape, dtype=q.dtype, device=device)
+            mask.masked_fill_(hidden, -torch.inf)
+            query = q[rows].transpose(1, 2)
+            answer = attend(query, kv, mask[:, None]).transpose(1, 2)
+            out[rows.flatten()] = answer.flatten(0, 1)
+    return out.flatten(1)
+
+
+def _table(sequences: Many[Sequence], pages: int) -> Places:
+    """[b, pages]; beyond its end a request repeats its first page, never another's."""
+    table = np.empty((len(sequences), pages), np.int64)
+    for row, sequence in zip(table, sequences, strict=True):
+        own = sequence.pages[:pages]
+        row[: len(own)] = own
+        row[len(own) :] = own[0]
+    return table
+
+
+def _gathered(cache: PagedCache, layer: int, table: torch.Tensor) -> torch.Tensor:
+    slab = cache.kv[layer].view(cache.pages, -1)
+    shape = (len(table), table.shape[1] * PAGE, *cache.kv.shape[2:])
+    return slab.index_select(0, table.flatten()).view(shape)

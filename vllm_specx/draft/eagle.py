@@ -1,0 +1,527 @@
+"""EAGLE and EAGLE-3 (arXiv 2401.15077, 2503.01840) as a proposer: chains by argmax."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_specx.draft.attention import Window, attend_rows
+from vllm_specx.draft.checkpoints import CheckpointError
+from vllm_specx.draft.decoder import Attend, Rotation
+from vllm_specx.draft.depth_calibration import DepthCalibration
+from vllm_specx.draft.eagle_checkpoints import most_frequent
+from vllm_specx.draft.eagle_config import EagleConfig
+from vllm_specx.draft.eagle_net import EagleNet
+from vllm_specx.draft.eagle_requests import Piece, Request, Requests
+from vllm_specx.draft.eagle_weights import EagleWeights
+from vllm_specx.draft.lengths import chain_lengths
+from vllm_specx.draft.outcomes import Guess, Outcomes, to_host
+from vllm_specx.draft.paged_cache import PAGE, PagedCache
+from vllm_specx.draft.proposer import DraftContext, VerifiedRows
+from vllm_specx.draft.tree import EMPTY_DRAFT, DraftTree, IntArray
+
+FloatArray = npt.NDArray[np.float64]
+Places = npt.NDArray[np.int64]
+_Steps = Generator[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None, None]
+
+_DEPTH = 16
+"""The longest draft."""
+_WAITING = 256
+"""Features of one request that may wait to go through the layer."""
+_WAITING_BYTES = 64 << 20
+"""What all waiting features may take."""
+_BLOCK = 1024
+"""Rows that go through the layer together."""
+_FUSED = 96
+"""Up to so many rows, all of them get queries although only the last of each request needs one."""
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """New rows of one request: [first, first + count) of this step's states, [begin, end) in all.
+
+    index: its place in the batch; row: in token_ids.
+    """
+
+    request: Request
+    index: int
+    row: int
+    first: int
+    count: int
+    drafts: bool
+
+    @property
+    def begin(self) -> int:
+        return self.request.sequence.end
+
+    @property
+    def end(self) -> int:
+        return self.request.known + self.count
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """Where the drafts of B requests are: the last answer of the layers, and its positions."""
+
+    moved: torch.Tensor
+    residual: torch.Tensor
+    positions: torch.Tensor
+    window: Window
+
+
+class EagleDrafter:
+    """Implements draft.proposer.Proposer with an EAGLE draft.
+
+    weights: a checkpoint that fits the target (eagle_checkpoints.load_eagle).
+    lm_head, embeddings: [V, hidden], all rows of the target's, in its dtype; used where the draft has
+        none of its own.
+    max_batch, max_model_len: the engine's. cache_tokens: entries that the draft's K/V cache holds;
+        config.cache_tokens goes before it.
+    Everything runs in the dtype and on the device of lm_head. One transfer to the host a step, except
+    on CPUs, where a draft that promises no more is not continued.
+
+    Raises CheckpointError where config and weights do not fit together.
+    """
+
+    needs_hidden_states: ClassVar[bool] = False
+    needs_verified_rows: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        weights: EagleWeights,
+        *,
+        lm_head: torch.Tensor,
+        embeddings: torch.Tensor,
+        max_batch: int,
+        max_model_len: int,
+        cache_tokens: int,
+        device: torch.device | None = None,
+    ) -> None:
+        self._config = config
+        self._device = device or lm_head.device
+        self._on_cpu = self._device.type == "cpu"
+        vocab = weights.vocab
+        if config.vocab is not None and (vocab is None or len(vocab) != config.vocab):
+            weights = most_frequent(weights, config.vocab, config.heads)
+            vocab = weights.vocab
+        rows = weights.lm_head
+        if rows is None:
+            rows = lm_head if vocab is None else lm_head[vocab.token_ids.to(lm_head.device)]
+        if rows.shape[1] != weights.shape.hidden_size:
+            raise CheckpointError(
+                f"{config.heads} has hidden size {weights.shape.hidden_size} and no lm_head of its own, "
+                f"and the target's has {rows.shape[1]}; the checkpoint was made for another target."
+            )
+        dtype = lm_head.dtype
+        self._token_map = None if vocab is None else vocab.token_ids.to(self._device)
+        self._net = EagleNet(
+            weights,
+            lm_head=rows.to(dtype),
+            embeddings=embeddings if weights.embeddings is None else weights.embeddings,
+            positions=max_model_len + _DEPTH + 1,
+            device=self._device,
+        )
+        tokens = cache_tokens if config.cache_tokens is None else config.cache_tokens
+        self._cache = PagedCache(
+            tokens=min(tokens, max_batch * -(-max_model_len // PAGE) * PAGE),
+            layers=len(weights.layers),
+            kv_heads=weights.shape.kv_heads,
+            head_dim=weights.shape.head_dim,
+            feature=weights.shape.hidden_size,
+            dtype=dtype,
+            device=self._device,
+        )
+        self._requests = Requests(self._cache)
+        self._waiting_rows = 0
+        self.depth = _DEPTH
+        self.acceptance = weights.acceptance
+        self._calibration = DepthCalibration(_DEPTH, weights.acceptance)
+        self._outcomes = Outcomes(self._calibration)
+
+    def memory(self) -> int:
+        """Bytes: weights that are the draft's own, their packed copies, and the whole cache."""
+        return self._net.bytes + self._cache.nbytes
+
+    def step_bytes(self) -> int:
+        """Bytes of weights that drafting one more token reads."""
+        return self._net.step_bytes()
+
+    def cached_tokens(self) -> int:
+        """Entries that live requests hold in pages, whole pages counted."""
+        return self._cache.used * PAGE
+
+    @torch.inference_mode()
+    def propose(self, context: DraftContext) -> list[DraftTree]:
+        """One draft a request, of at most its budget; see draft.proposer.DraftContext."""
+        for name, right in self._outcomes.learn(context).items():
+            self._requests.judge(name, right)
+        for name in context.finished:
+            self._requests.drop(name)
+        drafts = [EMPTY_DRAFT] * len(context.request_ids)
+        verified = context.verified
+        assert verified is not None
+        works = self._works(context, verified)
+        if not works:
+            return drafts
+        drafting = [work.index for work in works if work.drafts]
+        budgets = context.budgets[drafting]
+        depth = min(_DEPTH, int(budgets.max())) if drafting else 0
+        state = self._absorb(works, context, verified, depth)
+        if state is None:
+            return drafts
+        tokens, probabilities, made = self._chains(state, budgets, depth, context.costs)
+        lengths = self._lengths(probabilities, np.minimum(budgets, made), context.costs)
+        depths = np.arange(depth, dtype=np.int32)
+        for j, i in enumerate(drafting):
+            drafts[i] = DraftTree.chain(tokens[j, : lengths[j]])
+            guessed = int(made[j])
+            self._outcomes.expect(
+                context.request_ids[i],
+                Guess(
+                    DraftTree.chain(tokens[j, :guessed]),
+                    depths[:guessed],
+                    probabilities[j, :guessed],
+                    int(context.num_tokens[i]),
+                ),
+            )
+        return drafts
+
+    def _works(self, context: DraftContext, verified: VerifiedRows) -> list[_Work]:
+        """Whose features go through the layer now; those of the others are kept."""
+        works: list[_Work] = []
+        keeping: list[_Work] = []
+        rows = context.rows.tolist()
+        committed = context.num_tokens.tolist()
+        budgets = context.budgets.tolist()
+        places = zip(
+            verified.first.tolist(),
+            verified.position.tolist(),
+            verified.count.tolist(),
+            strict=True,
+        )
+        for i, (first, position, count) in enumerate(places):
+            if not count:
+                continue
+            name = context.request_ids[i]
+            request = self._requests.follow(name, position, context.token_ids[rows[i]])
+            if request is None:
+                continue
+            drafts = budgets[i] > 0 and position + count == committed[i] - 1
+            work = _Work(request, i, rows[i], first, count, drafts)
+            now = drafts or request.waiting + count > _WAITING
+            (works if now else keeping).append(work)
+        if keeping:
+            fresh = sum(work.count for work in keeping)
+            size = sum(state.shape[1] * state.element_size() for state in verified.states)
+            if (self._waiting_rows + fresh) * size > _WAITING_BYTES:
+                works += keeping
+                works.sort(key=lambda work: work.index)
+                now_working = {id(work.request) for work in works}
+                for request in self._requests:
+                    if id(request) not in now_working:
+                        request.compact()
+                self._waiting_rows = 0
+            else:
+                self._waiting_rows += fresh
+                _keep(keeping, verified.states)
+        for work in works:
+            if not work.request.lost:
+                self._requests.make_room(work.request, work.end)
+        return [work for work in works if not work.request.lost]
+
+    def _absorb(
+        self,
+        works: list[_Work],
+        context: DraftContext,
+        verified: VerifiedRows,
+        depth: int,
+    ) -> _State | None:
+        """The new rows' keys and values go into the pages; the last rows of those that draft go on."""
+        begins = [work.begin for work in works]
+        ends = [work.end for work in works]
+        counts = np.array(ends, np.int64) - np.array(begins, np.int64)
+        firsts = np.cumsum(counts) - counts
+        spans = list(zip(works, begins, ends, strict=True))
+        following = np.concatenate([context.token_ids[w.row, b + 1 : e + 1] for w, b, e in spans])
+        places = [np.arange(b, e, dtype=np.int64) for _, b, e in spans]
+        slots = np.concatenate([_slots(w, at) for w, at in zip(works, places, strict=True)])
+        drafting = [j for j, work in enumerate(works) if work.drafts]
+        tokens = self._moved(following.astype(np.int64))
+        positions = self._moved(np.concatenate(places))
+        targets = self._moved(slots)
+        features = self._features(works, firsts, verified)
+        window = Window(
+            self._cache,
+            [works[j].request.sequence for j in drafting],
+            [ends[j] for j in drafting],
+            depth,
+        )
+        last = firsts[drafting] + counts[drafting] - 1
+        total = int(counts.sum())
+        top = len(self._net.layers) - 1
+        moved = residual = None
+        if total <= _FUSED and drafting:
+            chosen = None if len(last) == total else self._moved(last)
+            rotation = self._net.rotary(positions)
+            x, residual = self._net.enter(tokens, features)
+            x, residual = self._below(x, residual, rotation, targets, works, places, (0, total))
+            moved, residual = self._net.layers[top].forward(
+                x, residual, rotation, self._first(window, targets, chosen), chosen
+            )
+            positions = positions if chosen is None else positions.index_select(0, chosen)
+        else:
+            tops: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for begin in range(0, total, _BLOCK):
+                end = min(begin + _BLOCK, total)
+                part = slice(begin, end)
+                rotation = self._net.rotary(positions[part])
+                x, residual = self._net.enter(tokens[part], features[part])
+                x, residual = self._below(
+                    x, residual, rotation, targets[part], works, places, (begin, end)
+                )
+                kv = self._net.layers[top].keys_values(x, rotation)
+                self._cache.kv[top].index_copy_(0, targets[part], kv)
+                here = self._moved(last[(last >= begin) & (last < end)] - begin)
+                tops.append((x.index_select(0, here), residual.index_select(0, here)))
+            if drafting:
+                positions = positions.index_select(0, self._moved(last))
+                x, residual = (torch.cat(parts) for parts in zip(*tops, strict=True))
+                moved, residual = self._net.layers[top].forward(
+                    x, residual, self._net.rotary(positions), self._first(window, None, None)
+                )
+        self._register(spans, firsts, context, features)
+        if moved is None or residual is None:
+            return None
+        return _State(moved, residual, positions, window)
+
+    def _below(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        rotation: Rotation,
+        targets: torch.Tensor,
+        works: Sequence[_Work],
+        places: Sequence[Places],
+        part: tuple[int, int],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All layers but the top one, on rows `part` of all; for drafts of more than one layer."""
+        if len(self._net.layers) == 1:
+            return x, residual
+        spans = list(_cut(works, places, *part))
+        sequences = [work.request.sequence for work, _ in spans]
+        at = [where for _, where in spans]
+        ends = [int(where[-1]) + 1 for where in at]
+        for layer in range(len(self._net.layers) - 1):
+
+            def attend(q: torch.Tensor, kv: torch.Tensor, layer: int = layer) -> torch.Tensor:
+                self._cache.kv[layer].index_copy_(0, targets, kv)
+                return attend_rows(self._cache, layer, q, sequences, ends, at)
+
+            moved, residual = self._net.layers[layer].forward(x, residual, rotation, attend)
+            x, residual = self._net.between(layer + 1, moved, residual)
+        return x, residual
+
+    def _first(
+        self, window: Window, targets: torch.Tensor | None, rows: torch.Tensor | None
+    ) -> Attend:
+        """Attention of the top layer at the last entries; targets: where keys and values still go."""
+        top = len(self._net.layers) - 1
+
+        def attend(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
+            if targets is not None:
+                self._cache.kv[top].index_copy_(0, targets, kv)
+            return window.attend(top, q if rows is None else q.index_select(0, rows), None)
+
+        return attend
+
+    def _features(
+        self, works: Sequence[_Work], firsts: Places, verified: VerifiedRows
+    ) -> torch.Tensor:
+        """[R, hidden]: the features of all new rows."""
+        if all(not work.request.kept and work.request.edge is None for work in works):
+            start, stop = works[0].first, works[-1].first + works[-1].count
+            total = sum(work.count for work in works)
+            if stop - start == total and total <= _BLOCK:
+                return self._net.features([state[start:stop] for state in verified.states])
+            if total <= _BLOCK:
+                rows = self._moved(
+                    np.concatenate([np.arange(w.first, w.first + w.count) for w in works])
+                )
+                return self._net.features([state[rows] for state in verified.states])
+        blocks = [
+            self._net.features([torch.cat([piece.joined() for piece in block])])
+            for block in _blocks(works, verified.states)
+        ]
+        features = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
+        edges = [(j, w.request.edge) for j, w in enumerate(works) if w.request.edge is not None]
+        if not edges:
+            return features
+        whole = features.new_empty(len(features) + len(edges), features.shape[1])
+        others = np.ones(len(whole), bool)
+        others[[firsts[j] for j, _ in edges]] = False
+        whole[self._moved(np.flatnonzero(~others))] = torch.stack([edge for _, edge in edges])
+        whole[self._moved(np.flatnonzero(others))] = features
+        return whole
+
+    def _register(
+        self,
+        spans: Sequence[tuple[_Work, int, int]],
+        firsts: Places,
+        context: DraftContext,
+        features: torch.Tensor,
+    ) -> None:
+        pages: list[int] = []
+        rows: list[int] = []
+        for (work, begin, end), first in zip(spans, firsts.tolist(), strict=True):
+            request = work.request
+            filled, positions = self._cache.register(
+                request.sequence, context.token_ids[work.row], end
+            )
+            request.forget_waiting()
+            pages += filled
+            rows += [first + position - begin for position in positions]
+        if pages:
+            last = features.index_select(0, self._moved(np.array(rows, np.int64)))
+            self._cache.edges.index_copy_(0, self._moved(np.array(pages, np.int64)), last)
+
+    def _chains(
+        self, state: _State, budgets: IntArray, depth: int, costs: FloatArray | None
+    ) -> tuple[IntArray, npt.NDArray[np.float32], IntArray]:
+        """tokens, probabilities [B, depth], and how many of each row were made, int32 [B]."""
+        if not self._on_cpu:
+            all_steps = list(self._steps(state, depth))
+            tokens, probabilities = to_host(
+                torch.stack([token for token, _ in all_steps], 1),
+                torch.stack([probability for _, probability in all_steps], 1),
+            )
+            return tokens, probabilities, np.full(len(budgets), depth, np.int32)
+        tokens = np.zeros((len(budgets), depth), np.int32)
+        probabilities = np.zeros((len(budgets), depth), np.float32)
+        made = np.zeros(len(budgets), np.int32)
+        going = np.arange(len(budgets))
+        steps = self._steps(state, depth)
+        keep: torch.Tensor | None = None
+        for d in range(depth):
+            token, probability = next(steps) if not d else steps.send(keep)
+            tokens[going, d], probabilities[going, d] = token.numpy(), probability.numpy()
+            made[going] = d + 1
+            if d + 1 == depth:
+                break
+            lengths = self._lengths(probabilities[:, : d + 1], np.minimum(budgets, made), costs)
+            stay = (lengths[going] > d) & (budgets[going] > d + 1)
+            if not stay.any():
+                break
+            keep = None
+            if stay.sum() <= 0.75 * len(going):
+                keep = torch.from_numpy(np.flatnonzero(stay))
+                going = going[stay]
+        return tokens, probabilities, made
+
+    def _steps(self, state: _State, depth: int) -> _Steps:
+        """Each depth's tokens and probabilities [B]; takes the rows int64 [n] that go on, or None."""
+        moved, residual, positions = state.moved, state.residual, state.positions
+        for d in range(depth):
+            logits, feature = self._net.leave(moved, residual)
+            probability, best = torch.softmax(logits, -1, dtype=torch.float32).max(-1)
+            token = best if self._token_map is None else self._token_map.index_select(0, best)
+            keep = yield token, probability
+            if d + 1 == depth:
+                return
+            if keep is not None:
+                token, feature, positions = (
+                    part.index_select(0, keep) for part in (token, feature, positions)
+                )
+                state.window.keep(keep)
+            positions = positions + 1
+            rotation = self._net.rotary(positions)
+            x, residual = self._net.enter(token, feature)
+            for n, layer in enumerate(self._net.layers):
+
+                def attend(q: torch.Tensor, kv: torch.Tensor, n: int = n) -> torch.Tensor:
+                    return state.window.attend(n, q, kv)
+
+                if n:
+                    x, residual = self._net.between(n, moved, residual)
+                moved, residual = layer.forward(x, residual, rotation, attend)
+
+    def _lengths(
+        self,
+        probabilities: npt.NDArray[np.float32],
+        budgets: IntArray,
+        costs: FloatArray | None,
+    ) -> IntArray:
+        return chain_lengths(
+            self._calibration.estimate(probabilities),
+            budgets,
+            costs,
+            min_probability=self._config.min_probability,
+            token_cost=self._config.token_cost,
+            default_cost=0.05 if self._on_cpu else 0.01,
+        )
+
+    def _moved(self, places: Places) -> torch.Tensor:
+        return torch.from_numpy(places).to(self._device, non_blocking=True)
+
+
+def _keep(works: Sequence[_Work], states: Sequence[torch.Tensor]) -> None:
+    """Copy the works' rows: one copy for all."""
+    rows = np.concatenate([np.arange(w.first, w.first + w.count) for w in works])
+    if len(rows) == rows[-1] - rows[0] + 1:
+        parts = [state[rows[0] : rows[-1] + 1] for state in states]
+        copy = parts[0].clone() if len(parts) == 1 else torch.cat(parts, -1)
+    else:
+        index = torch.from_numpy(rows).to(states[0].device, non_blocking=True)
+        copies = [state.index_select(0, index) for state in states]
+        copy = copies[0] if len(copies) == 1 else torch.cat(copies, -1)
+    first = 0
+    for work in works:
+        work.request.keep(Piece((copy,), first, work.count))
+        first += work.count
+
+
+def _slots(work: _Work, places: Places) -> Places:
+    """Where the entries at `places` are in the slab."""
+    sequence = work.request.sequence
+    pages, base = sequence.pages, sequence.base
+    if len(places) <= 8:
+        offsets = [int(place) - base for place in places]
+        return np.array([pages[o // PAGE] * PAGE + o % PAGE for o in offsets], np.int64)
+    offset = places - base
+    slots: Places = np.array(pages, np.int64)[offset // PAGE] * PAGE + offset % PAGE
+    return slots
+
+
+def _cut(
+    works: Sequence[_Work], places: Sequence[Places], begin: int, end: int
+) -> Iterator[tuple[_Work, Places]]:
+    """The works' places that are rows [begin, end) of all."""
+    first = 0
+    for work, at in zip(works, places, strict=True):
+        inside = at[max(begin - first, 0) : max(end - first, 0)]
+        first += len(at)
+        if len(inside):
+            yield work, inside
+
+
+def _blocks(works: Sequence[_Work], states: tuple[torch.Tensor, ...]) -> Iterator[list[Piece]]:
+    """All works' rows in order (without edges), at most _BLOCK at a time."""
+    block: list[Piece] = []
+    size = 0
+    for work in works:
+        for piece in (*work.request.kept, Piece(states, work.first, work.count)):
+            first, left = piece.first, piece.count
+            while left:
+                count = min(left, _BLOCK - size)
+                block.append(Piece(piece.states, first, count))
+                first, left, size = first + count, left - count, size + count
+                if size == _BLOCK:
+                    yield block
+                    block, size = [], 0
+    if block:
+        yield block
