@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support import synthetic_eagle as synthetic
-from tests.support.synthetic_eagle import Told, chains, reference, text
+from tests.support import eagle_engine as synthetic
+from tests.support.eagle_engine import Told, chains, reference, text
 
 Version = Literal[1, 3]
 
