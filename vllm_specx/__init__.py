@@ -1,23 +1,20 @@
 """vllm_specx: drop-in speculative decoding for stock vLLM."""
 
+from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["EagleProposer", "MedusaProposer", "NgramProposer", "__version__"]
+__all__ = ["AutoProposer", "EagleProposer", "MedusaProposer", "NgramProposer", "__version__"]
+_CLASSES = {
+    "AutoProposer": "auto",
+    "EagleProposer": "eagle",
+    "MedusaProposer": "heads",
+    "NgramProposer": "proposers",
+}
 
 
 def __getattr__(name: str) -> Any:
     """Resolve proposer classes on first use, so that importing the package stays cheap."""
-    if name == "NgramProposer":
-        from vllm_specx.engine.proposers import NgramProposer
-
-        return NgramProposer
-    if name == "MedusaProposer":
-        from vllm_specx.engine.heads import MedusaProposer
-
-        return MedusaProposer
-    if name == "EagleProposer":
-        from vllm_specx.engine.eagle import EagleProposer
-
-        return EagleProposer
+    if name in _CLASSES:
+        return getattr(import_module(f"vllm_specx.engine.{_CLASSES[name]}"), name)
     raise AttributeError(f"module 'vllm_specx' has no attribute {name!r}")

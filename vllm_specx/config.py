@@ -48,23 +48,63 @@ class NgramConfig(ProposerConfig):
         return self
 
 
+class AutoConfig(ProposerConfig):
+    """Keys of `specx:auto`: n-gram lookahead and a trained draft, whichever promises more."""
+
+    proposer: Literal["auto"] = "auto"
+    heads: Annotated[str, Field(min_length=1)]
+    """The trained draft's checkpoint: Medusa heads or an EAGLE draft, as it says itself."""
+    depth: Annotated[int, Field(ge=1, le=16)] = 4
+    """Tokens that the trained draft is asked for at most."""
+    vocab: Annotated[int, Field(ge=1)] | None = None
+    """As in MedusaConfig and EagleConfig."""
+    cache_tokens: Annotated[int, Field(ge=16, le=2**31)] | None = None
+    """As in EagleConfig."""
+    aux_layers: tuple[int, ...] | None = None
+    """As in EagleConfig."""
+    min_match: Annotated[int, Field(ge=1, le=64)] = 1
+    """As in NgramConfig, as are max_match and pool."""
+    max_match: Annotated[int, Field(ge=1, le=64)] = 64
+    pool: PoolConfig = PoolConfig()
+
+    def ngram(self) -> NgramConfig:
+        """Of the n-gram lookahead. Raises ValueError if its keys do not go together."""
+        return NgramConfig(min_match=self.min_match, max_match=self.max_match, pool=self.pool)
+
+    def medusa(self) -> MedusaConfig:
+        """Of the trained draft, if it is heads."""
+        return MedusaConfig(heads=self.heads, vocab=self.vocab)
+
+    def eagle(self) -> EagleConfig:
+        """Of the trained draft, if it is an EAGLE draft."""
+        kept = {"heads", "vocab", "cache_tokens", "aux_layers"}
+        return EagleConfig(**self.model_dump(include=kept))
+
+    @model_validator(mode="after")
+    def _parts(self) -> AutoConfig:
+        self.ngram()
+        self.eagle()
+        return self
+
+
 class StockConfig(ProposerConfig):
     """specx beside one of vLLM's own methods."""
 
     proposer: Literal["stock"] = "stock"
 
 
-SpecxConfig = NgramConfig | MedusaConfig | EagleConfig | StockConfig
+SpecxConfig = NgramConfig | MedusaConfig | EagleConfig | AutoConfig | StockConfig
 PROPOSERS: dict[str, type[SpecxConfig]] = {
     "ngram": NgramConfig,
     "medusa": MedusaConfig,
     "eagle": EagleConfig,
+    "auto": AutoConfig,
     "stock": StockConfig,
 }
 ALIASES = {"eagle3": "eagle"}
 """Other names of proposers; whether a draft is EAGLE or EAGLE-3, its checkpoint says."""
-PLANNED = ("draft_model", "auto")
-DEFAULT_NUM_SPECULATIVE_TOKENS = {"ngram": 32, "medusa": 4, "eagle": 4}
+PLANNED = ("draft_model",)
+DEFAULT_NUM_SPECULATIVE_TOKENS = {"ngram": 32, "medusa": 4, "eagle": 4, "auto": 32}
 
 
 def nearest(word: str, known: list[str]) -> str:

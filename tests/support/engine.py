@@ -110,7 +110,7 @@ class Engine:
         return self._call("come_and_go", texts, lengths, aborted, at_once, seed)  # type: ignore[no-any-return]
 
     def draft_cache(self) -> dict[str, int]:
-        """Of the draft's own K/V cache: requests that hold pages, and pages by what they are."""
+        """EagleDrafter.cache_use() in the worker."""
         return self._call("draft_cache")  # type: ignore[no-any-return]
 
     def abort_one(self, texts: Sequence[str], after: int, **common: Any) -> list[list[int] | None]:

@@ -87,7 +87,7 @@ def test_vllms_own_eagle_stays(method: str) -> None:
     ("speculative", "additional", "words"),
     [
         ({"method": "specx:ngrm"}, None, "did you mean 'specx:ngram'"),
-        ({"method": "specx:auto"}, None, "'specx:auto' is not in this version"),
+        ({"method": "specx:draft_model"}, None, "'specx:draft_model' is not in this version"),
         ({"method": "specx:egle"}, None, "did you mean 'specx:eagle'"),
         ({"method": "specx:eagle"}, None, "'heads' in specx is missing"),
         ({"method": "specx:eagle3", "model": "x", "nodes": 8}, None, "to method 'specx:eagle3'"),

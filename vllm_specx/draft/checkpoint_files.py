@@ -154,6 +154,20 @@ def kind_of(names: Iterable[str], config: Mapping[str, Any]) -> Literal["medusa"
     return "eagle" if attends and any(_EAGLE_FC.match(name) for name in names) else None
 
 
+def kind_of_checkpoint(path: Path) -> Literal["medusa", "eagle"]:
+    """What a folder or file holds. Raises CheckpointError."""
+    tensors, config = read_checkpoint(path)
+    kind = kind_of(tensors, config)
+    if kind is None and isinstance(own := config.get("specx"), dict) and "conditioning" in own:
+        kind = "medusa"
+    if kind is None:
+        found = ", ".join(sorted(tensors)[:3]) or "nothing"
+        raise CheckpointError(
+            f"{path} has neither Medusa heads nor an EAGLE draft; it holds {found}."
+        )
+    return kind
+
+
 def own_block(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     """The `specx` block of our own checkpoints; {} in others. Raises CheckpointError."""
     own = config.get("specx")

@@ -156,6 +156,14 @@ class EagleDrafter:
         """Entries that live requests hold in pages, whole pages counted."""
         return self._cache.used * PAGE
 
+    def cache_use(self) -> dict[str, int]:
+        """Pages of the cache: all of them, those that requests hold, and requests known."""
+        return {
+            "pages": self._cache.pages,
+            "used": self._cache.used,
+            "requests": len(self._requests),
+        }
+
     @torch.inference_mode()
     def propose(self, context: DraftContext) -> list[DraftTree]:
         """One draft a request, of at most its budget; see draft.proposer.DraftContext."""

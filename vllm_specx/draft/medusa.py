@@ -89,6 +89,7 @@ class MedusaDrafter:
             self._parallel = ParallelHeads(heads.blocks.to(self._device, self._dtype), biases)
             self._parallel.pack()
         self.depth = heads.depth
+        self.acceptance = heads.acceptance
         self._scale = heads.logit_scale
         self._calibration = DepthCalibration(heads.depth, heads.acceptance)
         self._outcomes = Outcomes(self._calibration)
@@ -126,6 +127,18 @@ class MedusaDrafter:
             weight = lm_head.to(self._device) if rows is None else lm_head[rows.to(lm_head.device)]
         self._lm_head = Dense(weight.detach().to(self._device).contiguous())
         self._lm_head.pack()
+
+    def step_bytes(self) -> int:
+        """Bytes of weights that drafting one more token reads."""
+        net: torch.nn.Module | None = self._sequential or self._parallel
+        assert net is not None
+        tensors = {t.data_ptr(): t for t in (*net.parameters(), *net.buffers())}
+        size = sum(t.nbytes for t in tensors.values())
+        if self._own is not None:
+            return (size + self._own.nbytes) // self.depth
+        if self._parallel is not None:
+            return (size + self._lm_head.weight.nbytes) // self.depth
+        return size + self._lm_head.weight.nbytes
 
     @torch.inference_mode()
     def propose(self, context: DraftContext) -> list[DraftTree]:

@@ -107,16 +107,19 @@ class NgramLookahead:
 
     def propose(self, context: DraftContext) -> list[DraftTree]:
         """One chain a request, in the order of `context.request_ids`; see Proposer."""
-        size = len(context.request_ids)
         found = self.predict(context)
-        lengths: LongArray = np.empty(size, np.int64)
         budgets = np.asarray(context.budgets, np.int64)
-        costs = self._costs(context, size)
-        choose_lengths(found.reach, found.lengths, budgets, costs, self.minimum, lengths)
+        lengths = self.lengths(found, budgets, self.costs(context))
         return [
             DraftTree.chain(found.tokens[i, :length]) if length else EMPTY_DRAFT
             for i, length in enumerate(lengths.tolist())
         ]
+
+    def lengths(self, found: Prediction, budgets: LongArray, costs: FloatArray) -> LongArray:
+        """int64 [B]: how much of each prediction to draft, at most budgets [B]."""
+        lengths: LongArray = np.empty(len(budgets), np.int64)
+        choose_lengths(found.reach, found.lengths, budgets, costs, self.minimum, lengths)
+        return lengths
 
     def predict(self, context: DraftContext) -> Prediction:
         """All that could be drafted; once a step, instead of propose()."""
@@ -147,7 +150,7 @@ class NgramLookahead:
             self.levels,
             self.config.max_match,
             context.vocab_size,
-            self._floor(size, self._costs(context, size)),
+            self._floor(size, self.costs(context)),
             self.weights,
             found.tokens,
             found.reach,
@@ -185,8 +188,9 @@ class NgramLookahead:
         slope = float(costs[-1] - costs[0]) / max(1, len(costs) - 1)
         return min(max(0.5 * batch * slope / float(costs[0]), 0.002), 0.5)
 
-    def _costs(self, context: DraftContext, batch: int) -> FloatArray:
+    def costs(self, context: DraftContext) -> FloatArray:
         """float64 [N]: what a step costs that verifies 0, 1, ... draft tokens in all."""
+        batch = len(context.request_ids)
         if context.costs is not None and not self._cost_given:
             return context.costs
         tokens: FloatArray = np.arange(batch, batch * (1 + self.max_draft) + 1, dtype=np.float64)

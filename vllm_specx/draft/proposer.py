@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -74,8 +74,15 @@ class DraftContext:
 class Proposer(Protocol):
     """Drafts tokens. No drafts is always a correct answer."""
 
-    needs_hidden_states: ClassVar[bool]
-    needs_verified_rows: ClassVar[bool]
+    @property
+    def needs_hidden_states(self) -> bool:
+        """Whether it reads DraftContext.hidden_states."""
+        ...
+
+    @property
+    def needs_verified_rows(self) -> bool:
+        """Whether it reads DraftContext.verified."""
+        ...
 
     def propose(self, context: DraftContext) -> list[DraftTree]:
         """One draft a request, in the order of `context.request_ids`."""

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from vllm_specx import config
-from vllm_specx.draft.checkpoints import TargetShape
+from vllm_specx.draft.checkpoints import CheckpointError, TargetShape
 from vllm_specx.draft.eagle import EagleDrafter
 from vllm_specx.draft.eagle_checkpoints import load_eagle, most_frequent
 from vllm_specx.draft.eagle_weights import EagleWeights
@@ -39,32 +39,48 @@ class EagleProposer(EngineProposer):
         return settings
 
     def load_model(self, target_model: Any) -> None:
-        settings = self._settings()
-        head, embeddings = head_and_embeddings(target_model)
-        model_config = self.vllm_config.model_config
-        weights = read_draft(settings, target_shape(model_config, head.dtype))
-        drafter = EagleDrafter(
-            settings,
-            weights,
-            lm_head=head[: self.vocab_size],
-            embeddings=embeddings,
-            max_batch=self.max_batch,
-            max_model_len=self.max_model_len,
-            cache_tokens=settings.cache_tokens or self._cache_tokens(weights, head.element_size()),
-        )
-        self.proposer = drafter
-        logger.info(
-            "vllm_specx: EAGLE-%d from %s%s; %.2f GiB with its K/V cache.",
-            weights.version,
-            settings.heads,
-            f", {len(weights.vocab)} draft tokens" if weights.vocab else "",
-            drafter.memory() / 2**30,
-        )
+        self.proposer = eagle_drafter(self, self._settings(), target_model)
 
-    def _cache_tokens(self, weights: EagleWeights, element_size: int) -> int:
-        shape = weights.shape
-        a_token = 2 * len(weights.layers) * shape.kv_heads * shape.head_dim * element_size
-        return min(self.max_batch * self.max_model_len, _CACHE_BYTES // a_token)
+
+def eagle_drafter(
+    proposer: EngineProposer, settings: config.EagleConfig, target_model: Any
+) -> EagleDrafter:
+    """The draft that the configuration names, with what it needs of the target."""
+    head, embeddings = head_and_embeddings(target_model)
+    model_config = proposer.vllm_config.model_config
+    weights = read_draft(settings, target_shape(model_config, head.dtype))
+    embeddings = weights.embeddings if embeddings is None else embeddings
+    if embeddings is None:
+        raise CheckpointError(
+            f"{settings.heads} has no embed_tokens, and {type(target_model).__name__} none where a draft "
+            "looks for them; use a checkpoint with its own, or specx:ngram."
+        )
+    tokens = settings.cache_tokens or min(
+        proposer.max_batch * proposer.max_model_len,
+        _CACHE_BYTES // _bytes_a_token(weights, head.element_size()),
+    )
+    drafter = EagleDrafter(
+        settings,
+        weights,
+        lm_head=head[: proposer.vocab_size],
+        embeddings=embeddings,
+        max_batch=proposer.max_batch,
+        max_model_len=proposer.max_model_len,
+        cache_tokens=tokens,
+    )
+    logger.info(
+        "vllm_specx: EAGLE-%d from %s%s; %.2f GiB with its K/V cache.",
+        weights.version,
+        settings.heads,
+        f", {len(weights.vocab)} draft tokens" if weights.vocab else "",
+        drafter.memory() / 2**30,
+    )
+    return drafter
+
+
+def _bytes_a_token(weights: EagleWeights, element_size: int) -> int:
+    shape = weights.shape
+    return 2 * len(weights.layers) * shape.kv_heads * shape.head_dim * element_size
 
 
 def target_shape(model_config: Any, dtype: Any) -> TargetShape:

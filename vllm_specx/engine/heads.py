@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vllm_specx import config
+from vllm_specx.draft.checkpoint_files import kind_of_checkpoint
 from vllm_specx.draft.checkpoints import CheckpointError, TargetShape, load_heads
 from vllm_specx.draft.medusa import MedusaDrafter
 from vllm_specx.draft.proposer import Proposer
@@ -33,20 +34,37 @@ class MedusaProposer(EngineProposer):
     def load_model(self, target_model: Any) -> None:
         settings = self.specx_config()
         assert isinstance(settings, config.MedusaConfig)
-        head, embeddings = head_and_embeddings(target_model)
-        text = self.vllm_config.model_config.hf_text_config
-        shape = TargetShape(text.hidden_size, self.vocab_size, head.dtype)
-        heads = load_heads(local_folder(settings.heads), shape)
-        self.proposer = MedusaDrafter(
-            settings, heads, lm_head=head[: self.vocab_size], embeddings=embeddings
-        )
-        logger.info(
-            "vllm_specx: %d %s heads from %s%s.",
-            heads.depth,
-            "sequential" if heads.conditioning == "hydra" else "parallel",
-            settings.heads,
-            f", {len(heads.vocab)} draft tokens" if heads.vocab else "",
-        )
+        self.proposer = medusa_drafter(self, settings, target_model)
+
+
+def medusa_drafter(
+    proposer: EngineProposer, settings: config.MedusaConfig, target_model: Any
+) -> MedusaDrafter:
+    """The heads that the configuration names, with what they need of the target."""
+    head, embeddings = head_and_embeddings(target_model)
+    text = proposer.vllm_config.model_config.hf_text_config
+    shape = TargetShape(text.hidden_size, proposer.vocab_size, head.dtype)
+    heads = load_heads(local_folder(settings.heads), shape)
+    logger.info(
+        "vllm_specx: %d %s heads from %s%s.",
+        heads.depth,
+        "sequential" if heads.conditioning == "hydra" else "parallel",
+        settings.heads,
+        f", {len(heads.vocab)} draft tokens" if heads.vocab else "",
+    )
+    return MedusaDrafter(
+        settings, heads, lm_head=head[: proposer.vocab_size], embeddings=embeddings
+    )
+
+
+def trained_part(settings: config.SpecxConfig) -> config.MedusaConfig | config.EagleConfig | None:
+    """The keys of the trained draft, if there is one. Raises CheckpointError."""
+    if isinstance(settings, config.AutoConfig):
+        heads = kind_of_checkpoint(local_folder(settings.heads)) == "medusa"
+        return settings.medusa() if heads else settings.eagle()
+    if isinstance(settings, config.MedusaConfig | config.EagleConfig):
+        return settings
+    return None
 
 
 def head_and_embeddings(target_model: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

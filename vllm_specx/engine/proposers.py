@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -13,6 +13,9 @@ from vllm_specx.draft.proposer import Proposer
 from vllm_specx.engine import seams
 from vllm_specx.engine.guard import Guard
 from vllm_specx.engine.translate import SELECTED
+
+if TYPE_CHECKING:
+    from vllm_specx.draft.ngram import NgramLookahead
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -63,6 +66,19 @@ class EngineProposer(ABC):
             "vllm_specx: the step seam is not installed; is VLLM_PLUGINS hiding the plugin?"
         )
 
+    def lookahead(self, settings: config.NgramConfig) -> NgramLookahead:
+        """An n-gram lookahead for this engine, compiled."""
+        from vllm_specx.draft.ngram import NgramLookahead
+
+        made = NgramLookahead(
+            settings,
+            max_batch=self.max_batch,
+            max_model_len=self.max_model_len,
+            max_draft=self.num_speculative_tokens,
+        )
+        made.warm_up()
+        return made
+
     def specx_config(self) -> config.SpecxConfig:
         """The validated `additional_config["specx"]`."""
         additional = self.vllm_config.additional_config
@@ -77,15 +93,6 @@ class NgramProposer(EngineProposer):
     remembers = True
 
     def build(self) -> Proposer:
-        from vllm_specx.draft.ngram import NgramLookahead
-
         settings = self.specx_config()
         assert isinstance(settings, config.NgramConfig)
-        lookahead = NgramLookahead(
-            settings,
-            max_batch=self.max_batch,
-            max_model_len=self.max_model_len,
-            max_draft=self.num_speculative_tokens,
-        )
-        lookahead.warm_up()
-        return lookahead
+        return self.lookahead(settings)

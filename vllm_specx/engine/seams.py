@@ -117,20 +117,20 @@ def _choose_scheduler(vllm_config: Any, settings: config.SpecxConfig) -> None:
 
 def _check_heads(vllm_config: Any, settings: config.SpecxConfig) -> None:
     """Draft heads that do not fit are refused here, before the target is loaded."""
-    if isinstance(settings, config.MedusaConfig):
-        from vllm_specx.draft.checkpoints import TargetShape, load_heads
-        from vllm_specx.engine.heads import local_folder
+    if isinstance(settings, config.NgramConfig | config.StockConfig):
+        return
+    from vllm_specx.draft.checkpoints import load_heads
+    from vllm_specx.engine.eagle import read_draft, target_shape
+    from vllm_specx.engine.heads import local_folder, trained_part
 
-        text = vllm_config.model_config.hf_text_config
-        vocab_size = vllm_config.model_config.get_vocab_size()
-        load_heads(local_folder(settings.heads), TargetShape(text.hidden_size, vocab_size))
-    elif isinstance(settings, config.EagleConfig):
-        from vllm_specx.engine.eagle import read_draft, target_shape
-
-        shape = target_shape(vllm_config.model_config, vllm_config.model_config.dtype)
-        if layers := read_draft(settings, shape).aux_layers:
-            # The target's compiled graph has these outputs, and this is part of its hash.
-            vllm_config.additional_config[SELECTED]["aux_layers"] = list(layers)
+    model = vllm_config.model_config
+    shape = target_shape(model, model.dtype)
+    part = trained_part(settings)
+    if isinstance(part, config.MedusaConfig):
+        load_heads(local_folder(part.heads), shape)
+    elif part is not None and (layers := read_draft(part, shape).aux_layers):
+        # The target's compiled graph has these outputs, and this is part of its hash.
+        vllm_config.additional_config[SELECTED]["aux_layers"] = list(layers)
 
 
 def _refuse_diverging_ranks(vllm_config: Any, settings: config.SpecxConfig) -> None:

@@ -21,8 +21,9 @@ CLASSES = {
     "ngram": "vllm_specx.NgramProposer",
     "medusa": "vllm_specx.MedusaProposer",
     "eagle": "vllm_specx.EagleProposer",
+    "auto": "vllm_specx.AutoProposer",
 }
-MODEL_KEY = {"medusa": "heads", "eagle": "heads"}
+MODEL_KEY = {"medusa": "heads", "eagle": "heads", "auto": "heads"}
 """What `model`, which vLLM's methods have for a draft, is called in ours."""
 PASSED_ON = frozenset({"num_speculative_tokens"})
 MAX_SPECULATIVE_TOKENS = 128

@@ -1,0 +1,175 @@
+"""Who drafts: the n-gram lookahead or the trained draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from vllm_specx.config import AutoConfig, ConfigError, NgramConfig, parse
+from vllm_specx.draft.auto import _PROBE_AFTER, AutoDrafter
+from vllm_specx.draft.ngram import NgramLookahead
+from vllm_specx.draft.proposer import DraftContext
+from vllm_specx.draft.prospects import Prospects, accepted_of
+from vllm_specx.draft.tree import EMPTY_DRAFT, DraftTree
+
+DEPTH = 4
+COSTS = 1.0 + 0.02 * np.arange(64)
+"""Memory-bound: verifying is nearly free."""
+
+
+class Oracle:
+    """Knows the texts; drafts as much as it is asked for, with every token wrong if told so."""
+
+    needs_hidden_states: ClassVar[bool] = False
+    needs_verified_rows: ClassVar[bool] = False
+
+    def __init__(self, texts: dict[str, list[int]], wrong: bool = False) -> None:
+        self.texts, self.wrong = texts, wrong
+        self.asked: list[list[int]] = []
+
+    def propose(self, context: DraftContext) -> list[DraftTree]:
+        self.asked.append(context.budgets.tolist())
+        drafts = []
+        for request, n, budget in zip(
+            context.request_ids, context.num_tokens, context.budgets, strict=True
+        ):
+            following = np.array(self.texts[request][int(n) : int(n) + int(budget)], np.int32)
+            drafts.append(DraftTree.chain(following + self.wrong) if budget else EMPTY_DRAFT)
+        return drafts
+
+
+def decode(
+    texts: dict[str, list[int]],
+    *,
+    wrong: bool = False,
+    acceptance: Sequence[float] = (0.7,),
+    costs: np.ndarray | None = COSTS,
+    step_share: float = 0.1,
+    begin: int = 20,
+) -> tuple[Oracle, list[list[DraftTree]]]:
+    """Decode the texts in a batch, as a target does that says them; all drafts by step."""
+    oracle = Oracle(texts, wrong)
+    ngram = NgramLookahead(NgramConfig(), max_batch=8, max_model_len=600, max_draft=16)
+    drafter = AutoDrafter(
+        ngram, oracle, depth=DEPTH, step_share=step_share, prospects=Prospects(DEPTH, acceptance)
+    )
+    names = list(texts)
+    token_ids = np.zeros((len(names), 600), np.int32)
+    for row, name in enumerate(names):
+        token_ids[row, : len(texts[name])] = texts[name]
+    length = {name: begin for name in names}
+    sampled = {name: [texts[name][begin - 1]] for name in names}
+    made = []
+    while all(length[name] + 24 < len(texts[name]) for name in names):
+        num = np.array([length[name] for name in names], np.int32)
+        drafts = drafter.propose(
+            DraftContext(
+                request_ids=names,
+                rows=np.arange(len(names), dtype=np.int32),
+                token_ids=token_ids,
+                num_tokens=num,
+                num_prompt_tokens=np.full(len(names), begin - 1, np.int32),
+                sampled=[sampled[name] for name in names],
+                budgets=np.full(len(names), 16, np.int32),
+                temperatures=np.zeros(len(names), np.float32),
+                pools=[None] * len(names),
+                finished=[],
+                vocab_size=50_000,
+                costs=costs,
+            )
+        )
+        made.append(drafts)
+        for name, draft in zip(names, drafts, strict=True):
+            text, n = texts[name], length[name]
+            right = accepted_of(draft.tokens, text[n:])
+            sampled[name] = text[n : n + right + 1]
+            length[name] = n + right + 1
+    return oracle, made
+
+
+def fresh(count: int = 400, seed: int = 0) -> list[int]:
+    """Text in which nothing comes back."""
+    return np.random.default_rng(seed).permutation(40_000)[:count].tolist()
+
+
+def repeating(count: int = 400) -> list[int]:
+    """Text that goes round."""
+    return (list(range(100, 130)) * 40)[:count]
+
+
+def test_a_long_match_needs_no_trained_draft() -> None:
+    oracle, made = decode({"r": repeating()}, begin=70)
+    assert sum(any(asked) for asked in oracle.asked[2:]) <= len(oracle.asked) // 10
+    assert np.mean([len(drafts[0].tokens) for drafts in made]) > 8
+
+
+def test_new_text_is_the_trained_drafts() -> None:
+    oracle, made = decode({"r": fresh()})
+    assert all(any(asked) for asked in oracle.asked)
+    assert [len(drafts[0].tokens) for drafts in made][-5:] == [DEPTH] * 5
+
+
+def test_each_request_has_its_own_source() -> None:
+    oracle, _ = decode({"new": fresh(), "again": repeating()}, begin=70, step_share=0.02)
+    later = np.array(oracle.asked[5:])
+    assert (later[:, 0] > 0).mean() > 0.9
+    assert (later[:, 1] > 0).mean() < 0.2
+
+
+def test_a_trained_draft_that_is_always_wrong_is_left_alone_but_for_probes() -> None:
+    oracle, _ = decode({"r": fresh(600)}, wrong=True)
+    asked = [budgets[0] for budgets in oracle.asked]
+    late = asked[100:]
+    assert 0 < sum(n > 0 for n in late) <= len(late) // _PROBE_AFTER + 1
+    assert max(late) == 1
+
+
+def test_a_dear_draft_must_promise_more() -> None:
+    for share, expected in ((0.02, True), (1.5, False)):
+        oracle, _ = decode({"r": fresh(200)}, acceptance=(0.3,), step_share=share, begin=20)
+        assert (oracle.asked[0][0] > 0) == expected
+
+
+def test_nothing_is_asked_where_verifying_is_dear() -> None:
+    steep = 1.0 + 1.2 * np.arange(64)
+    oracle, _ = decode({"r": fresh(200)}, acceptance=(0.5,), costs=steep)
+    assert oracle.asked[0] == [0]
+
+
+def test_prospects_follow_what_happens() -> None:
+    prospects = Prospects(3, (0.6, 0.5))
+    assert prospects.reach(["a"])[0] == pytest.approx([0.6, 0.3, 0.15])
+    for _ in range(40):
+        prospects.learn("a", 3, 3)
+        prospects.learn("b", 3, 0)
+    reach = prospects.reach(["a", "b", "c"])
+    assert reach[0, 2] > 0.6
+    assert reach[1, 0] < 0.15
+    assert reach[1, 0] < reach[2, 0] < reach[0, 0]
+    prospects.forget(["a", "b"])
+    assert (prospects.reach(["a"]) == prospects.reach(["c"])).all()
+
+
+def test_accepted_tokens_of_a_chain() -> None:
+    assert accepted_of(np.array([1, 2, 3]), [1, 2, 9]) == 2
+    assert accepted_of(np.array([1, 2, 3]), [1, 2, 3, 4]) == 3
+    assert accepted_of(np.array([1, 2, 3]), [1]) == 1
+    assert accepted_of(np.array([], np.int32), [1]) == 0
+
+
+def test_the_configuration_has_both_parts() -> None:
+    settings = parse(
+        {"proposer": "auto", "heads": "x", "vocab": 100, "pool": "off", "max_match": 8}
+    )
+    assert isinstance(settings, AutoConfig)
+    assert settings.ngram().max_match == 8 and not settings.ngram().pool.enabled
+    assert settings.eagle().vocab == settings.medusa().vocab == 100
+    for broken, said in (
+        ({"min_match": 9, "max_match": 8}, "min_match 9"),
+        ({"aux_layers": [3, 2]}, "ascending"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            parse({"proposer": "auto", "heads": "x", **broken})
