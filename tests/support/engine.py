@@ -109,6 +109,10 @@ class Engine:
         steps. How many came to their end."""
         return self._call("come_and_go", texts, lengths, aborted, at_once, seed)  # type: ignore[no-any-return]
 
+    def draft_sources(self) -> dict[str, int]:
+        """AutoDrafter.sources in the worker."""
+        return self._call("draft_sources")  # type: ignore[no-any-return]
+
     def draft_cache(self) -> dict[str, int]:
         """EagleDrafter.cache_use() in the worker."""
         return self._call("draft_cache")  # type: ignore[no-any-return]
@@ -335,6 +339,15 @@ def _do_come_and_go(
                 engine.abort_request([name])
                 del left[name]
     return finished
+
+
+def _do_draft_sources(llm: Any) -> dict[str, int]:
+    (found,) = llm.collective_rpc(_draft_sources_of_worker)
+    return dict(found)
+
+
+def _draft_sources_of_worker(worker: Any) -> dict[str, int]:
+    return dict(worker.model_runner.drafter.proposer.sources)
 
 
 def _do_draft_cache(llm: Any) -> dict[str, int]:

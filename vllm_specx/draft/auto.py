@@ -41,6 +41,7 @@ class AutoDrafter:
     step_share: the time of one of its steps (one more token for every request), in units of a decode
         step of the target without drafts. The same on every tensor-parallel rank, as all here.
     prospects: of the trained draft.
+    sources: how many drafts each has made so far.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class AutoDrafter:
         self.prospects = prospects
         self.needs_hidden_states = trained.needs_hidden_states
         self.needs_verified_rows = trained.needs_verified_rows
+        self.sources = {"ngram": 0, "trained": 0}
         self._asked: dict[str, _Asked] = {}
         self._idle = 0
 
@@ -71,6 +73,8 @@ class AutoDrafter:
         # Those that get nothing of it are shown to it nevertheless: it keeps up with the text.
         shown = dataclasses.replace(context, budgets=asked.astype(np.int32))
         drafts = self.trained.propose(shown)
+        self.sources["trained"] += int((asked > 0).sum())
+        self.sources["ngram"] += int(((asked == 0) & (by_ngram > 0)).sum())
         return [
             self._kept(context, i, drafts[i])
             if asked[i]

@@ -1,0 +1,50 @@
+"""Two sources of drafts in the real engine: tokens stay, and both are used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import texts
+from tests.support.engine import Engine, grown, ids
+
+pytestmark = pytest.mark.engine
+HEADS = Path(__file__).parents[2] / "recipes" / "heads"
+SHORT = {"max_tokens": 64, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module", params=["smollm2-135m-hydra", "smollm2-135m-eagle3"])
+def auto(
+    request: pytest.FixtureRequest, model: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    engine = Engine(
+        tmp_path_factory.mktemp("auto") / "log",
+        model=model,
+        speculative_config={"method": "specx:auto", "model": str(HEADS / request.param)},
+    )
+    yield engine
+    engine.close()
+
+
+def test_tokens_are_those_of_no_speculation(auto: Engine, plain: Engine) -> None:
+    expected = ids(plain.chat(texts.ALL[:8], batch=8, **SHORT))
+    for batch in (1, 8):
+        count = 3 if batch == 1 else 8
+        before = auto.counters()
+        assert ids(auto.chat(texts.ALL[:count], batch=batch, **SHORT)) == expected[:count]
+        after = auto.counters()
+        assert grown(before, after, "spec_decode_num_accepted_tokens") > 0
+
+
+def test_both_sources_are_used(auto: Engine) -> None:
+    auto.chat(["Tell me a story about a lighthouse."], max_tokens=80, ignore_eos=True)
+    before = auto.draft_sources()
+    auto.chat(["Tell me a story about two brothers and a well."], max_tokens=80, ignore_eos=True)
+    after = auto.draft_sources()
+    assert after["trained"] - before["trained"] > 10, "new text is the trained draft's"
+    line = "alpha beta gamma delta epsilon zeta eta theta iota kappa"
+    auto.chat([f"Repeat this line ten times: {line}"], max_tokens=120, ignore_eos=True)
+    later = auto.draft_sources()
+    assert later["ngram"] - after["ngram"] > 5, "what comes back is the n-gram's"
