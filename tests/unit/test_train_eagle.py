@@ -17,7 +17,10 @@ from tests.support.training import HIDDEN, VOCAB, tiny_target
 from vllm_specx.cli.train import app
 from vllm_specx.config import ConfigError
 from vllm_specx.draft.checkpoint_files import TargetShape
+from vllm_specx.draft.eagle import EagleDrafter
 from vllm_specx.draft.eagle_checkpoints import load_eagle
+from vllm_specx.draft.eagle_config import EagleConfig
+from vllm_specx.draft.proposer import DraftContext, VerifiedRows
 from vllm_specx.draft.vocab import DraftVocab
 from vllm_specx.train import shards, teacher
 from vllm_specx.train.dataset import Corpus
@@ -255,6 +258,57 @@ def test_a_sequence_is_learnt_and_the_checkpoint_is_whole(
         loaded.average.load_state_dict(tensors)
         again = loaded.validate()
         assert abs(again.length - trainer.best) < 0.1
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_the_proposer_accepts_what_training_says(
+    target: Path, text: Path, states: Path, tmp_path: Path, version: int
+) -> None:
+    """The exported checkpoint, decoding token by token, matches as many as the trainer counted."""
+    trainer = _trainer(target, text, states, tmp_path, version=version, epochs=1.5)
+    trainer.train(lambda *_: None)
+    trainer.export(trainer.validate())
+    weights = load_eagle(tmp_path / "heads", TargetShape(HIDDEN, VOCAB, torch.float32, 2))
+    rows = trainer.target.lm_head.float()
+    config = EagleConfig(heads="x", min_probability=0.0)
+    corpus, counted, drafted = trainer.corpus, [], []
+    for run, (begin, end) in enumerate(trainer.runs[:5].tolist()):
+        drafter = EagleDrafter(
+            config, weights, lm_head=rows, embeddings=rows, max_batch=1, max_model_len=256,
+            cache_tokens=1024,
+        )  # fmt: skip
+        counted += trainer._matched(corpus, begin, end).tolist()
+        start = int(corpus.offsets[np.searchsorted(corpus.offsets, begin, side="right") - 1])
+        tokens = corpus.tokens[start:end]
+        read = 0
+        for at in range(begin - start, end - start - 2):
+            seen = trainer._states(start + read, start + at + 1).float()
+            parts = tuple(seen.chunk(len(weights.aux_layers) or 1, -1))
+            size = at + 1 - read
+            (draft,) = drafter.propose(
+                DraftContext(
+                    request_ids=[str(run)],
+                    rows=np.zeros(1, np.int32),
+                    token_ids=tokens[None].astype(np.int32),
+                    num_tokens=np.array([at + 2], np.int32),
+                    num_prompt_tokens=np.array([begin - start + 1], np.int32),
+                    sampled=[[int(tokens[at + 1])]],
+                    budgets=np.array([DEPTH], np.int32),
+                    temperatures=np.zeros(1, np.float32),
+                    pools=[None],
+                    finished=[],
+                    vocab_size=VOCAB,
+                    verified=VerifiedRows(
+                        parts, *(np.array([n], np.int32) for n in (0, read, size))
+                    ),
+                )
+            )
+            following = tokens[at + 2 : at + 2 + DEPTH]
+            agreed = draft.tokens[: len(following)] == following
+            drafted.append(int(np.logical_and.accumulate(agreed).sum()))
+            read = at + 1
+    assert len(drafted) == len(counted) > 60 and max(drafted) == DEPTH
+    assert np.mean(np.array(drafted) == np.array(counted)) > 0.95
 
 
 class _Killed(Exception):

@@ -126,7 +126,7 @@ def local_folder(checkpoint: str) -> Path:
     try:
         return Path(
             snapshot_download(
-                checkpoint, allow_patterns=["*.json", "*.safetensors", "*.pt", "*.bin"]
+                checkpoint, allow_patterns=["*.json", "*.safetensors", "*.npy", "*.pt", "*.bin"]
             )
         )
     except Exception as error:

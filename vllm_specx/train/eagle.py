@@ -15,7 +15,7 @@ from torch.nn import functional
 from vllm_specx.draft.checkpoints import FORMAT
 from vllm_specx.train import teacher
 from vllm_specx.train.dataset import Batches, Corpus, Ints
-from vllm_specx.train.eagle_net import Eagle1Net, Eagle3Net, EagleNet, layer_config
+from vllm_specx.train.eagle_net import Eagle1Net, Eagle3Net, EagleNet, layer_config, written
 from vllm_specx.train.errors import TrainError
 from vllm_specx.train.hidden import AUX
 from vllm_specx.train.loss import CHUNK, sparse_cross_entropy
@@ -254,7 +254,7 @@ class EagleTrainer(BaseTrainer[EagleSettings]):
     def export(self, found: Acceptance) -> None:
         """Write the averaged draft in vLLM's layout in out/heads."""
         settings = self.settings
-        config = {k: v for k, v in self.config.to_dict().items() if v is not None}
+        config = written(self.config)
         config["specx"] = {"format": FORMAT, "version": settings.version, **self._specx(found)}
         config["specx"]["training"]["target"] = self.target.name
         tensors = self.average.tensors()

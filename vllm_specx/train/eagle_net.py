@@ -49,6 +49,16 @@ def layer_config(target: str, bias: bool | None) -> Any:
     )  # fmt: skip
 
 
+def written(config: Any) -> dict[str, Any]:
+    """What a checkpoint says of layer_config's."""
+    said = config.to_dict()
+    names = (
+        "model_type", *_KEPT, "num_hidden_layers", "hidden_act", "attention_bias", "mlp_bias",
+        "tie_word_embeddings", "dtype", "transformers_version",
+    )  # fmt: skip
+    return {name: said[name] for name in names if said.get(name) is not None}
+
+
 class Linear(nn.Linear):
     """Multiplies in the format of its input, whatever that of its weight."""
 
