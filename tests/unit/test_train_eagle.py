@@ -265,7 +265,7 @@ def test_the_proposer_accepts_what_training_says(
     target: Path, text: Path, states: Path, tmp_path: Path, version: int
 ) -> None:
     """The exported checkpoint, decoding token by token, matches as many as the trainer counted."""
-    trainer = _trainer(target, text, states, tmp_path, version=version, epochs=1.5)
+    trainer = _trainer(target, text, states, tmp_path, version=version, epochs=version + 1)
     trainer.train(lambda *_: None)
     trainer.export(trainer.validate())
     weights = load_eagle(tmp_path / "heads", TargetShape(HIDDEN, VOCAB, torch.float32, 2))
