@@ -22,7 +22,7 @@ from vllm_specx.train.target import TargetWeights
 
 KIND = "teacher"
 TOP = 32
-"""Tokens kept a position; at least 97% of the probability in text by small chat models."""
+"""Tokens kept a position: 96% of the probability on average in SmolLM2-135M's greedy answers."""
 
 
 def make(
