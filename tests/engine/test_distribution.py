@@ -1,9 +1,9 @@
 """T>0: the distribution is the target's after accepted, rejected and bonus positions.
 
 Two-sample chi-square tests against no speculation, 8,000 samples each side, of a small random
-target whose whole distribution fits the cells. The level of each test is 1e-5 and this file makes 108
-of them (3 settings: 3 drafts x 5 cells, 6 proposers x 3 positions, no speculation against itself x 3),
-so that with everything right a fresh run raises a false alarm once in 925 runs at most (Bonferroni).
+target whose whole distribution fits the cells. The level of each test is 1e-5 and this file makes 117
+of them (3 settings: 3 drafts x 5 cells, 7 proposers x 3 positions, no speculation against itself x 3),
+so that with everything right a fresh run raises a false alarm once in 854 runs at most (Bonferroni).
 test_usual_faults_are_seen shows which faults these tests see; stock vLLM on a CPU fails them.
 """
 
@@ -18,6 +18,7 @@ import pytest
 from scipy.stats import chi2_contingency
 
 from tests.engine.conftest import Script, scripted_engine
+from tests.support.eagle import random_eagle
 from tests.support.engine import Engine, EngineError, grown, ids
 from tests.support.heads import random_heads, trained_heads
 from tests.support.tiny import VOCAB, tiny_llama
@@ -229,11 +230,12 @@ PROPOSERS: dict[str, dict[str, Any]] = {
     "stock ngram, cut by the controller": {**STOCK, "specx": {"controller": {"k_min": 1}}},
     "specx:medusa, random heads": HEADS,
     "specx:medusa, trained heads": HEADS,
+    "specx:eagle, random weights": {**HEADS, "method": "specx:eagle"},
     "specx:medusa, trained heads, 3 requests at a time": HEADS,
     "specx:medusa, trained heads, one request at a time": HEADS,
 }
 LIMITS = {"3 requests": 3, "one request": 1}
-FEW = {"random": 40, "trained": SAMPLES // 4}
+FEW = {"random weights": 5, "random": 40, "trained": SAMPLES // 4}
 """Accepted tokens that heads come to at least."""
 
 
@@ -263,7 +265,9 @@ def proposer_small(
     """With the number of tokens that it accepts at least."""
     folder = tmp_path_factory.mktemp("proposer")
     config = dict(PROPOSERS[request.param])
-    if "random" in request.param:
+    if "eagle" in request.param:
+        config["model"] = random_eagle(folder / "draft", target, 3, vocab=VOCAB)
+    elif "random" in request.param:
         config["model"] = random_heads(folder / "heads", 128)
     elif "trained" in request.param:
         config["model"] = request.getfixturevalue("trained")

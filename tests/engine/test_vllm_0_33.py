@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import texts
+from tests.support.eagle import random_eagle
 from tests.support.engine import Engine, grown, ids
 from tests.support.heads import random_heads
 from tests.support.vllm_0_33 import overlay
@@ -31,6 +32,12 @@ def test_tokens_are_those_of_no_speculation(model: str, tmp_path: Path) -> None:
         "medusa, which 0.33 has no more": {
             "method": "medusa",
             "model": random_heads(tmp_path / "heads", 576),
+            "num_speculative_tokens": 3,
+            "min_probability": 0.0,
+        },
+        "specx:eagle, with states of inner layers": {
+            "method": "specx:eagle",
+            "model": random_eagle(tmp_path / "eagle", model, 3),
             "num_speculative_tokens": 3,
             "min_probability": 0.0,
         },
