@@ -1,9 +1,10 @@
 """The `model` of a scenario: a path, a hub name, `embedded:NAME`, or `twin:LAYERS`; and of a draft:
-`stock-medusa:HEADS` is a checkpoint of ours in the form that vLLM's own `medusa` loads."""
+`stock:HEADS` is a checkpoint of ours in the form that vLLM's own `medusa`, `eagle` or `eagle3` loads."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from vllm_specx.config import ConfigError
 from vllm_specx.models import embedded
 
 TWIN = "twin:"
-STOCK_MEDUSA = "stock-medusa:"
+STOCK = "stock:"
 
 
 def resolve(model: str) -> str:
@@ -34,27 +35,39 @@ def resolve(model: str) -> str:
 def resolve_draft(speculative: Mapping[str, Any], target: str) -> dict[str, Any]:
     """The speculative config for vLLM; target: what `resolve` said."""
     draft = speculative.get("model")
-    if not isinstance(draft, str) or not draft.startswith(STOCK_MEDUSA):
+    if not isinstance(draft, str) or not draft.startswith(STOCK):
         return dict(speculative)
     try:
         return {
             **speculative,
-            "model": str(_for_stock(Path(draft.removeprefix(STOCK_MEDUSA)), target)),
+            "model": str(_for_stock(Path(draft.removeprefix(STOCK)), target)),
         }
     except ConfigError as error:
         raise BenchError(str(error)) from None
 
 
-def _for_stock(heads: Path, target: str) -> Path:
-    from vllm_specx.draft.checkpoints import TargetShape, load_heads, save_for_vllm
+def _for_stock(draft: Path, target: str) -> Path:
+    from vllm_specx.draft import checkpoints, eagle_checkpoints
+    from vllm_specx.draft.checkpoint_files import TargetShape, kind_of_checkpoint
     from vllm_specx.train.target import load_target
 
     weights = load_target(target)
     rows, hidden = weights.lm_head.shape
-    loaded = load_heads(heads, TargetShape(hidden, rows, weights.lm_head.dtype))
-    files = sorted(heads.rglob("*.safetensors"))
+    layers = json.loads((Path(target) / "config.json").read_text())["num_hidden_layers"]
+    shape = TargetShape(hidden, rows, weights.lm_head.dtype, layers)
+    files = sorted(draft.rglob("*.safetensors"))
     content = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
-    folder = embedded.cache_root() / f"stock-medusa-{content}"
-    if not (folder / "config.json").exists():  # the last file that is written
-        save_for_vllm(loaded, weights.lm_head, folder)
+    kind = kind_of_checkpoint(draft)
+    folder = embedded.cache_root() / f"stock-{kind}-{content}"
+    if (folder / "config.json").exists():  # the last file that is written
+        return folder
+    if kind == "medusa":
+        checkpoints.save_for_vllm(checkpoints.load_heads(draft, shape), weights.lm_head, folder)
+    else:
+        eagle_checkpoints.save_for_vllm(
+            eagle_checkpoints.load_eagle(draft, shape),
+            folder,
+            vocab_size=rows,
+            lm_head=weights.lm_head,
+        )
     return folder

@@ -147,8 +147,11 @@ def test_chunked_prefill(version: Version, layers: int) -> None:
         assert drafts == ([reference(draft, tokens, 4)] if last else [[]])
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("layers", [1, 2])
-def test_long_chunks_go_through_in_blocks(monkeypatch: pytest.MonkeyPatch, layers: int) -> None:
+def test_long_chunks_go_through_in_blocks(
+    monkeypatch: pytest.MonkeyPatch, layers: int, bias: bool
+) -> None:
     """Several blocks, several groups by length, contexts gathered again at each depth."""
     from vllm_specx.draft import attention, eagle
 
@@ -157,12 +160,21 @@ def test_long_chunks_go_through_in_blocks(monkeypatch: pytest.MonkeyPatch, layer
     monkeypatch.setattr(attention, "_MASK", 2000)
     monkeypatch.setattr(attention, "_WASTE", 10)
     monkeypatch.setattr(attention, "_SCRATCH", 4000)
-    draft = synthetic.weights(3, layers=layers)
+    masks: list[int] = []
+    attend = attention.attend
+
+    def watched(q: torch.Tensor, kv: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        masks.append(0 if mask is None else mask.numel())
+        return attend(q, kv, mask)
+
+    monkeypatch.setattr(attention, "attend", watched)
+    draft = synthetic.weights(3, layers=layers, bias=bias)
     drafter = synthetic.drafter(draft)
     known = [text(n, n) for n in (120, 7, 45, 118)]
     told = [prefill(f"r{i}", tokens) for i, tokens in enumerate(known)]
     drafts = chains(drafter.propose(synthetic.context(told, 3)))
     assert drafts == [reference(draft, tokens, 4) for tokens in known]
+    assert max(masks) <= 2000
 
 
 @pytest.mark.parametrize("version", [1, 3])
@@ -189,7 +201,7 @@ def test_drafting_after_not_drafting(version: Version) -> None:
 def test_many_waiting_features_go_through(monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
     from vllm_specx.draft import eagle
 
-    monkeypatch.setattr(eagle, bound, 12 if bound == "_WAITING" else 12 * 3 * 4 * synthetic.HIDDEN)
+    monkeypatch.setattr(eagle, bound, 12 if bound == "_WAITING" else 20 * 3 * 4 * synthetic.HIDDEN)
     draft = synthetic.weights(3)
     drafter = synthetic.drafter(draft)
     absent, tokens = text(8, 3), text(9)
@@ -200,6 +212,9 @@ def test_many_waiting_features_go_through(monkeypatch: pytest.MonkeyPatch, bound
         told = [Told("a", tokens, len(tokens) - 2, 1, budget=0)]
         drafter.propose(synthetic.context(told, 3))
     assert drafter.cached_tokens() >= 16
+    (kept,) = drafter._requests._requests["absent"].kept
+    owns_only_its_rows = kept.states[0].shape[0] == kept.count
+    assert owns_only_its_rows == (bound == "_WAITING_BYTES")
     absent = [*absent, 5]
     told = [
         Told("absent", absent, len(absent) - 2, 1),
@@ -288,14 +303,41 @@ def test_what_cannot_be_found_is_a_hole(version: Version, hit: int) -> None:
         assert drafts == [reference(draft, tokens, 4, start=hit)]
 
 
-def test_steps_that_the_drafter_did_not_see_are_a_hole() -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_steps_that_the_drafter_did_not_see_are_a_hole(waits: bool) -> None:
     draft = synthetic.weights(3)
     drafter = synthetic.drafter(draft)
     tokens = text(30)
-    drafter.propose(synthetic.context([prefill("a", tokens)], 3))
+    step = prefill("a", tokens, budget=0 if waits else 4)
+    drafter.propose(synthetic.context([step], 3))
     tokens = tokens + text(11, 3)
     drafts = chains(drafter.propose(synthetic.context([Told("a", tokens, 36, 4)], 3)))
     assert drafts == [reference(draft, tokens, 4, start=36)]
+
+
+def test_without_the_last_feature_nothing_is_drafted() -> None:
+    """Rows that end before the last committed token say nothing about the next one."""
+    draft = synthetic.weights(3)
+    drafter = synthetic.drafter(draft)
+    tokens = text(30)
+    drafts = chains(drafter.propose(synthetic.context([Told("a", tokens, 0, 20)], 3)))
+    assert drafts == [[]]
+    drafts = chains(drafter.propose(synthetic.context([Told("a", tokens, 20, 9)], 3)))
+    assert drafts == [reference(draft, tokens, 4)]
+
+
+def test_among_equals_the_youngest_gives_way() -> None:
+    draft = synthetic.weights(3)
+    drafter = synthetic.drafter(draft, cache_tokens=128)
+    known = [text(50, i) for i in range(3)]
+    told = [prefill(f"r{i}", tokens) for i, tokens in enumerate(known[:2])]
+    drafter.propose(synthetic.context(told, 3))
+    drafts = chains(drafter.propose(synthetic.context([prefill("r2", known[2])], 3)))
+    assert drafts == [[]]
+    longer = [[*tokens, 1] for tokens in known[:2]]
+    told = [Told(f"r{i}", tokens, 49, 1) for i, tokens in enumerate(longer)]
+    drafts = chains(drafter.propose(synthetic.context(told, 3)))
+    assert drafts == [reference(draft, tokens, 4) for tokens in longer]
 
 
 def test_requests_come_and_go_in_any_order() -> None:

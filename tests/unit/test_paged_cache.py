@@ -159,6 +159,51 @@ def test_a_page_is_shared_and_copied_only_where_the_next_token_differs() -> None
     assert stored(pool, a) == expected(first, a)
 
 
+def test_a_shared_page_is_copied_before_it_is_written_again() -> None:
+    pool = cache()
+    a, b = Sequence(), Sequence()
+    tokens = text(0)
+    write(pool, a, tokens, 40)
+    pool.adopt(b, tokens, 32)
+    pool.truncate(a, 20)
+    assert a.pages[0] == b.pages[0] and a.pages[1] != b.pages[1]
+    changed = tokens.copy()
+    changed[21:] += 1
+    write(pool, a, changed, 40)
+    assert stored(pool, a) == expected(changed, a)
+    assert stored(pool, b) == expected(tokens, b)
+
+
+def test_without_a_page_to_copy_to_a_sequence_begins_again() -> None:
+    pool = cache()
+    a, b, full = Sequence(), Sequence(), Sequence()
+    tokens = text(0)
+    write(pool, a, tokens, 32)
+    pool.adopt(b, tokens, 32)
+    pool.extend(full, PAGE * (PAGES - 2))
+    pool.truncate(a, 20)
+    assert (a.start, a.end, a.pages) == (20, 20, [])
+    other = tokens.copy()
+    other[32] += 1
+    assert pool.adopt(a, other, 32) is None
+    assert (a.start, a.end, a.pages) == (32, 32, [])
+    assert stored(pool, b) == expected(tokens, b)
+
+
+def test_an_adopted_page_is_not_given_away() -> None:
+    pool = cache()
+    a, b = Sequence(), Sequence()
+    tokens = text(0)
+    write(pool, a, tokens, 32)
+    pool.free(a)
+    pool.adopt(b, tokens, 32)
+    grown = Sequence()
+    assert pool.available == PAGES - 2
+    pool.extend(grown, PAGE * (PAGES - 2))
+    assert not set(grown.pages) & set(b.pages)
+    assert stored(pool, b) == expected(tokens, b)
+
+
 def test_equal_pages_are_kept_once() -> None:
     pool = cache()
     a, b = Sequence(), Sequence()
