@@ -229,7 +229,9 @@ def attend_rows(
             hidden = (column > last) | (column < torch.from_numpy(low).to(device)[..., None])
             mask = torch.zeros(hidden.shape, dtype=q.dtype, device=device)
             mask.masked_fill_(hidden, -torch.inf)
-            query = q[rows].transpose(1, 2)
+            query = (
+                q.index_select(0, rows.flatten()).view(*rows.shape, *q.shape[1:]).transpose(1, 2)
+            )
             answer = attend(query, kv, mask[:, None]).transpose(1, 2)
             out[rows.flatten()] = answer.flatten(0, 1)
     return out.flatten(1)

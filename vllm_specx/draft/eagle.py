@@ -361,7 +361,7 @@ class EagleDrafter:
                 rows = self._moved(
                     np.concatenate([np.arange(w.first, w.first + w.count) for w in works])
                 )
-                return self._net.features([state[rows] for state in verified.states])
+                return self._net.features([s.index_select(0, rows) for s in verified.states])
         blocks = [
             self._net.features([torch.cat([piece.joined() for piece in block])])
             for block in _blocks(works, verified.states)

@@ -42,7 +42,7 @@ class EagleNet:
         self._fc = None if weights.fc is None else dense(weights.fc)
         self._fc_bias = moved(weights.fc_bias)
         self._fc_norms = (
-            torch.stack([norm.detach().to(device) for norm in weights.fc_norms])
+            torch.stack([norm.detach().to(device).float() for norm in weights.fc_norms])
             if weights.fc_norms
             else None
         )
@@ -129,7 +129,7 @@ class EagleNet:
 
 
 def rms_norm_each(x: torch.Tensor, gains: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [R, count, size], gains [count, size]: each part over its own root mean square."""
+    """x [R, count, size], gains float32 [count, size]: each part over its own root mean square."""
     whole = x.float()
     scale = torch.rsqrt(whole.square().mean(-1, keepdim=True) + eps)
-    return (whole * scale * gains.float()).to(x.dtype)
+    return (whole * scale).mul_(gains).to(x.dtype)
