@@ -22,7 +22,12 @@ def auto(
     engine = Engine(
         tmp_path_factory.mktemp("auto") / "log",
         model=model,
-        speculative_config={"method": "specx:auto", "model": str(HEADS / request.param)},
+        # What pays must not depend on this machine: drafts by the assumed costs, K as configured.
+        speculative_config={
+            "method": "specx:auto",
+            "model": str(HEADS / request.param),
+            "controller": "off",
+        },
     )
     yield engine
     engine.close()

@@ -138,7 +138,7 @@ def test_preemption_and_chunks_change_neither_tokens_nor_acceptance(
 
 
 PREFIX = "You answer questions about this list. " + " ".join(
-    f"Item {i} costs {i * 7 % 90} coins and weighs {i * 13 % 41} grams." for i in range(34)
+    f"Item {i} costs {i * 7 % 90} coins and weighs {i * 13 % 41} grams." for i in range(41)
 )
 
 
