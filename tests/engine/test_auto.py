@@ -44,11 +44,10 @@ def test_tokens_are_those_of_no_speculation(auto: Engine, plain: Engine) -> None
 
 
 def test_both_sources_are_used(auto: Engine) -> None:
-    auto.chat(["Tell me a story about a lighthouse."], max_tokens=80, ignore_eos=True)
     before = auto.draft_sources()
-    auto.chat(["Tell me a story about two brothers and a well."], max_tokens=80, ignore_eos=True)
+    auto.chat(texts.ALL[8:], batch=1, max_tokens=64, ignore_eos=True)
     after = auto.draft_sources()
-    assert after["trained"] - before["trained"] > 10, "new text is the trained draft's"
+    assert after["trained"] - before["trained"] > 3, "new text is the trained draft's"
     line = "alpha beta gamma delta epsilon zeta eta theta iota kappa"
     auto.chat([f"Repeat this line ten times: {line}"], max_tokens=120, ignore_eos=True)
     later = auto.draft_sources()

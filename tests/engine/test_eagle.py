@@ -191,7 +191,7 @@ def test_two_hundred_requests_come_and_go(trained: Engine) -> None:
     assert cache["used"] <= 8 < cache["pages"]
 
 
-@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_two_ranks_say_what_one_says(version: int, tmp_path: Path) -> None:
     target = tiny_llama(tmp_path / "target")
     draft = random_eagle(tmp_path / "draft", target, version)
