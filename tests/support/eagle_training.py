@@ -48,9 +48,8 @@ def states_of(text: Path, folder: Path, embeddings: torch.Tensor, layers: tuple[
             layer: torch.randn(len(tokens), embeddings.shape[1], generator=random)
             for layer in layers
         }
-        hidden.write_states(
-            folder, index, _bits(last), {layer: _bits(state) for layer, state in aux.items()}
-        )
+        bits = {layer: _bits(state) for layer, state in aux.items()}
+        hidden.write_states(folder, index, _bits(last), bits, tokens)
     return folder
 
 

@@ -16,7 +16,7 @@ from vllm_specx.train import shards
 from vllm_specx.train.errors import TrainError
 from vllm_specx.train.generate import GREEDY
 from vllm_specx.train.generate import KIND as TEXT
-from vllm_specx.train.hidden import AUX, LAST
+from vllm_specx.train.hidden import AUX, LAST, require_text
 
 Ints = npt.NDArray[np.int64]
 
@@ -56,7 +56,9 @@ class Corpus:
                 arrays = shards.read_shard(shards.shard_path(text, TEXT, index)).arrays
                 if hidden is not None:
                     path = shards.shard_path(hidden, LAST, index)
-                    self._hidden.append(shards.read_shard(path, check=False).arrays["last"])
+                    states = shards.read_shard(path, check=False)
+                    require_text(states, arrays["tokens"])
+                    self._hidden.append(states.arrays["last"])
             except shards.BrokenShard as error:
                 raise TrainError(f"{error}; give the same command again to make it anew.") from None
             tokens.append(np.asarray(arrays["tokens"]))
@@ -113,7 +115,9 @@ class Corpus:
         if (kind, shard) not in self._maps:
             path = shards.shard_path(self._folder, kind, self._shards[shard])
             try:
-                self._maps[kind, shard] = shards.read_shard(path, check=False).arrays
+                found = shards.read_shard(path, check=False)
+                require_text(found, self.tokens[slice(*self._begins[shard : shard + 2])])
+                self._maps[kind, shard] = found.arrays
             except shards.BrokenShard as error:
                 raise TrainError(f"{error}; give the same command again to make it anew.") from None
         return self._maps[kind, shard]

@@ -9,7 +9,7 @@ writes FOLDER/text-00000.safetensors ... with
     task uint8 [N]: index into the metadata's `tasks`.
 With STATES, that folder gets the hidden states that the engine has come through, and with LAYERs the
 auxiliary ones too, as hidden.py would compute them, and needs no forward of its own. A conversation's
-last token was not read: its states are zeros.
+last token, or a follow-up that got no answer, was not read: its states are zeros.
 A killed run loses at most the shard it was making; the same command goes on. Several processes may
 fill one folder, each its own part (0/2 and 1/2 take every other shard).
 """
@@ -105,7 +105,7 @@ class _Conversation:
 
 
 class Made(NamedTuple):
-    """A shard that is not written yet. states: uint16 [T, kinds, hidden], if all were recorded."""
+    """A shard that is not written yet. states: uint16 [kinds, T, hidden], if all were recorded."""
 
     arrays: shards.Arrays
     meta: dict[str, str]
@@ -220,14 +220,19 @@ def _arrays(conversations: list[_Conversation]) -> tuple[shards.Arrays, dict[str
 
 
 def _states(conversations: list[_Conversation]) -> npt.NDArray[np.uint16] | None:
-    known = [c.states for c in conversations if c.states is not None]
-    if not known or len(known) < len(conversations):
+    """Moves the states out of the conversations: of a large target, a shard's are many gigabytes,
+    which must not be there twice."""
+    shapes = {c.states.shape[1:] for c in conversations if c.states is not None}
+    if len(shapes) != 1 or any(c.states is None for c in conversations):
         return None
-    states = np.zeros((sum(len(c.ids) for c in conversations), *known[0].shape[1:]), np.uint16)
+    ((kinds, size),) = shapes
+    states = np.zeros((kinds, sum(len(c.ids) for c in conversations), size), np.uint16)
     begin = 0
-    for c, mine in zip(conversations, known, strict=True):
-        states[begin : begin + len(mine)] = mine
+    for c in conversations:
+        assert c.states is not None
+        states[:, begin : begin + len(c.states)] = c.states.swapaxes(0, 1)
         begin += len(c.ids)
+        c.states = None
     return states
 
 
@@ -260,7 +265,7 @@ def generate(
     part: (i, n) makes only the shards whose number is i modulo n.
     hidden: where the states go that the target has recorded, of aux_layers too.
     """
-    from vllm_specx.train.hidden import LAST, HiddenSettings, write_states
+    from vllm_specx.train.hidden import LAST, HiddenSettings
 
     folder.mkdir(parents=True, exist_ok=True)
     if part[1] == 1:
@@ -281,24 +286,37 @@ def generate(
     for index in itertools.count(part[0], part[1]):
         if index in have:
             continue
-        made = generator.shard(index)
-        if not int(made.meta["generated"]):
-            raise TrainError(f"the target {settings.target} answers nothing to the prompts.")
-        if hidden is not None and made.states is not None:
-            last, *aux = np.moveaxis(made.states, 1, 0)
-            write_states(hidden, index, last, dict(zip(aux_layers, aux, strict=True)))
-        elif hidden is not None:
-            print(
-                "vllm-specx: the engine did not record all states; they take a forward of their own.",
-                file=sys.stderr,
-            )
-        # Last, so that a shard of text that is there has its states.
-        shards.write_shard(shards.shard_path(folder, KIND, index), made.arrays, made.meta)
+        _write(generator.shard(index), index, settings.target, folder, hidden, aux_layers)
         total = sum(existing(folder, check=False).values())
         report(total, settings.tokens)
         if total >= settings.tokens:
             break
     return total
+
+
+def _write(
+    made: Made,
+    index: int,
+    target: str,
+    folder: Path,
+    hidden: Path | None,
+    aux_layers: tuple[int, ...],
+) -> None:
+    from vllm_specx.train.hidden import write_states
+
+    if not int(made.meta["generated"]):
+        raise TrainError(f"the target {target} answers nothing to the prompts.")
+    if hidden is not None and made.states is not None:
+        last, *aux = made.states
+        named = dict(zip(aux_layers, aux, strict=True))
+        write_states(hidden, index, last, named, made.arrays["tokens"])
+    elif hidden is not None:
+        print(
+            "vllm-specx: the engine did not record all states; they take a forward of their own.",
+            file=sys.stderr,
+        )
+    # Last, so that a shard of text that is there has its states.
+    shards.write_shard(shards.shard_path(folder, KIND, index), made.arrays, made.meta)
 
 
 def engine_target(

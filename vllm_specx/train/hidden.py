@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -69,7 +70,7 @@ class HiddenStates:
             raise TrainError(f"the target {settings.target} cannot be loaded: {first}") from None
         self._decoder: Any = model.get_decoder().eval().to(settings.device)
         self._taps: dict[int, torch.Tensor] = {}
-        layers = self._decoder.layers
+        layers = getattr(self._decoder, "layers", ())
         for number in settings.aux_layers:
             if not 0 <= number < len(layers):
                 raise TrainError(
@@ -122,12 +123,25 @@ def _batches(lengths: npt.NDArray[np.int64], most: int) -> list[list[int]]:
     return [batch for batch in batches if batch]
 
 
-def whole(folder: Path, index: int, kinds: Sequence[str]) -> bool:
-    """Whether shard `index` of each kind is there and complete; broken ones are deleted."""
+def of_text(tokens: npt.NDArray[np.int32]) -> dict[str, str]:
+    """What the metadata of a shard says of the text shard that it was made from."""
+    return {"text": f"{zlib.crc32(tokens.tobytes()):08x}"}
+
+
+def require_text(shard: shards.Shard, tokens: npt.NDArray[np.int32]) -> None:
+    """Raise BrokenShard if a shard has not one row a token of this text (or notes another text)."""
+    wanted = of_text(tokens)["text"]
+    sizes = {len(array) for array in shard.arrays.values()}
+    if sizes != {len(tokens)} or shard.meta.get("text", wanted) != wanted:
+        raise shards.BrokenShard(f"{shard.path}: it was made from other text")
+
+
+def whole(folder: Path, index: int, kinds: Sequence[str], tokens: npt.NDArray[np.int32]) -> bool:
+    """Whether shard `index` of each kind is there, complete and of this text; others are deleted."""
     for kind in kinds:
         path = shards.shard_path(folder, kind, index)
         try:
-            shards.read_shard(path)
+            require_text(shards.read_shard(path), tokens)
         except shards.BrokenShard as error:
             if path.exists():
                 print(f"vllm-specx: {error}; it is made anew.", file=sys.stderr)
@@ -137,13 +151,18 @@ def whole(folder: Path, index: int, kinds: Sequence[str]) -> bool:
 
 
 def write_states(
-    folder: Path, index: int, last: npt.NDArray[np.uint16], aux: dict[int, npt.NDArray[np.uint16]]
+    folder: Path,
+    index: int,
+    last: npt.NDArray[np.uint16],
+    aux: dict[int, npt.NDArray[np.uint16]],
+    tokens: npt.NDArray[np.int32],
 ) -> None:
     """One shard's states, [T, hidden] each; the last state comes last, when all is there."""
+    made_from = of_text(tokens)
     if aux:
         named = {f"layer.{number}": array for number, array in aux.items()}
-        shards.write_shard(shards.shard_path(folder, AUX, index), named, {})
-    shards.write_shard(shards.shard_path(folder, LAST, index), {"last": last}, {})
+        shards.write_shard(shards.shard_path(folder, AUX, index), named, made_from)
+    shards.write_shard(shards.shard_path(folder, LAST, index), {"last": last}, made_from)
 
 
 def extract(
@@ -164,8 +183,9 @@ def extract(
     missing = []
     done = 0
     for index in mine:
-        sizes[index] = len(shards.read_shard(shards.shard_path(text, TEXT, index)).arrays["tokens"])
-        if whole(folder, index, kinds):
+        tokens = shards.read_shard(shards.shard_path(text, TEXT, index)).arrays["tokens"]
+        sizes[index] = len(tokens)
+        if whole(folder, index, kinds, tokens):
             done += sizes[index]
         else:
             missing.append(index)
@@ -175,7 +195,7 @@ def extract(
         assert states is not None
         arrays = shards.read_shard(shards.shard_path(text, TEXT, index)).arrays
         last, aux = states(arrays["tokens"], arrays["offsets"])
-        write_states(folder, index, last, aux)
+        write_states(folder, index, last, aux, arrays["tokens"])
         done += sizes[index]
         report(done, sum(sizes.values()))
 

@@ -38,16 +38,16 @@ def make(
     """
     shards.check_fingerprint(states, KIND, {"top": TOP})
     lm_head = target.lm_head.to(device, fastest_dtype(device))
-    indices = shards.indices(text, TEXT)
-    sources = {
-        i: shards.read_shard(shards.shard_path(text, TEXT, i)).arrays["source"] for i in indices
+    texts = {
+        i: shards.read_shard(shards.shard_path(text, TEXT, i)).arrays
+        for i in shards.indices(text, TEXT)
     }
-    done, total = 0, sum(len(source) for source in sources.values())
-    for index in indices:
-        if not hidden.whole(states, index, [KIND]):
+    done, total = 0, sum(len(arrays["tokens"]) for arrays in texts.values())
+    for index, said in texts.items():
+        if not hidden.whole(states, index, [KIND], said["tokens"]):
             path = shards.shard_path(states, hidden.LAST, index)
             last = shards.read_shard(path, check=False).arrays["last"]
-            speaks = np.flatnonzero(sources[index][1:] > 0)
+            speaks = np.flatnonzero(said["source"][1:] > 0)
             ids = np.zeros((len(last), TOP), np.int32)
             probabilities = np.zeros((len(last), TOP), np.float32)
             for begin in range(0, len(speaks), CHUNK):
@@ -56,8 +56,9 @@ def make(
                 ids[rows], probabilities[rows] = _top(state, lm_head)
                 report(done + int(rows[-1]), total)
             arrays = {"ids": ids, "probabilities": probabilities}
-            shards.write_shard(shards.shard_path(states, KIND, index), arrays, {})
-        done += len(sources[index])
+            made_from = hidden.of_text(said["tokens"])
+            shards.write_shard(shards.shard_path(states, KIND, index), arrays, made_from)
+        done += len(said["tokens"])
         report(done, total)
 
 
