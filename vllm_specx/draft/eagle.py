@@ -207,6 +207,7 @@ class EagleDrafter:
         rows = context.rows.tolist()
         committed = context.num_tokens.tolist()
         budgets = context.budgets.tolist()
+        keys = context.state_keys
         places = zip(
             verified.first.tolist(),
             verified.position.tolist(),
@@ -217,7 +218,8 @@ class EagleDrafter:
             if not count:
                 continue
             name = context.request_ids[i]
-            request = self._requests.follow(name, position, context.token_ids[rows[i]])
+            key = "" if keys is None else keys[i]
+            request = self._requests.follow(name, position, context.token_ids[rows[i]], key)
             if request is None:
                 continue
             drafts = budgets[i] > 0 and position + count == committed[i] - 1

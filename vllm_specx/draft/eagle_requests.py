@@ -83,15 +83,18 @@ class Requests:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests.values())
 
-    def follow(self, name: str, position: int, tokens: IntArray) -> Request | None:
+    def follow(
+        self, name: str, position: int, tokens: IntArray, key: str | None = ""
+    ) -> Request | None:
         """The request, with all it knows ending at `position`, whose feature comes next.
 
-        tokens: those of the request, at least up to the one after `position`. None: the cache is
-        full, and it is without drafts.
+        tokens: those of the request, at least up to the one after `position`. key: with whom it
+        shares pages (paged_cache.Sequence). None: the cache is full, and it is without drafts.
         """
         request = self._requests.get(name)
         if request is None:
-            request = self._requests[name] = Request(self._seen, self._usual)
+            request = Request(self._seen, self._usual, Sequence(key=key))
+            self._requests[name] = request
             self._seen += 1
         if request.lost:
             if self._cache.available < max(1, self._cache.pages // 8):

@@ -3,8 +3,8 @@
 Only positions whose features came from the target are ever stored, so what is stored of a request
 never has to be taken back when a draft is rejected. The entry at position i is made of the feature
 at i and of token i + 1. A full page is registered under the hash of all tokens up to its end, and
-is shared by any request that begins with them; its last entry was made with its first owner's next
-token, so it is registered under that too.
+is shared by any request of the same key that begins with them; its last entry was made with its first
+owner's next token, so it is registered under that too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _SEED = b"vllm_specx draft pages"
 class Sequence:
     """The entries [start, end) of one request. pages[j] holds those from (first_page + j) * PAGE.
 
-    digests[p]: the hash of the tokens up to the end of page p, as far as computed.
+    digests[p]: the hash of the key and of the tokens up to the end of page p, as far as computed.
+    key: pages are shared among sequences of the same one; None shares nothing.
     """
 
     start: int = 0
@@ -35,6 +36,7 @@ class Sequence:
     first_page: int = 0
     pages: list[int] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
+    key: str | None = ""
 
     @property
     def base(self) -> int:
@@ -138,9 +140,9 @@ class PagedCache:
         nothing found, the sequence is as restart(end) leaves it.
         """
         self.restart(sequence, end)
-        if end % PAGE or end < PAGE:
+        if sequence.key is None or end % PAGE or end < PAGE:
             return None
-        digests = self._digests(sequence.digests, tokens, end // PAGE)
+        digests = self._digests(sequence, tokens, end // PAGE)
         following = int(tokens[end])
         last = self._registered.get(digests[-1])
         if last is None:
@@ -181,10 +183,12 @@ class PagedCache:
         positions: list[int] = []
         begin = max(sequence.end // PAGE, -(-sequence.start // PAGE))
         sequence.end = end
-        # Above the first layer, an entry depends on all entries before it.
-        if end // PAGE <= begin or (sequence.start and self.layers > 1):
+        if sequence.key is None or end // PAGE <= begin:
             return pages, positions
-        digests = self._digests(sequence.digests, tokens, end // PAGE)
+        # Above the first layer, an entry depends on all entries before it.
+        if sequence.start and self.layers > 1:
+            return pages, positions
+        digests = self._digests(sequence, tokens, end // PAGE)
         for p in range(begin, end // PAGE):
             place = p - sequence.first_page
             page = sequence.pages[place]
@@ -242,9 +246,10 @@ class PagedCache:
             else:
                 self._free.append(page)
 
-    def _digests(self, known: list[bytes], tokens: IntArray, pages: int) -> list[bytes]:
+    def _digests(self, sequence: Sequence, tokens: IntArray, pages: int) -> list[bytes]:
+        known, key = sequence.digests, sequence.key or ""
         for p in range(len(known), pages):
-            parent = known[-1] if known else _SEED
+            parent = known[-1] if known else _SEED + key.encode("utf-8", "surrogatepass")
             text = np.ascontiguousarray(tokens[p * PAGE : (p + 1) * PAGE], np.int64).tobytes()
             known.append(hashlib.blake2b(parent + text, digest_size=16).digest())
         return known

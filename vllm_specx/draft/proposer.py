@@ -46,13 +46,16 @@ class DraftContext:
     budgets: int32 [B], the most tokens request i may draft now; 0 means draft nothing.
     temperatures: float32 [B]; 0 is greedy.
     pools: B names of the memory the request shares; None shares nothing.
-    finished: ids of requests that have ended since the last step.
+    finished: ids of requests that have ended since the last step; a request of this step may have
+        such an id again.
     vocab_size: a drafted id must be below it.
     costs: float64 [N], the time of a step of this batch that verifies 0, 1, ... N - 1 draft tokens
         in all, in any unit; None while it is not known.
     hidden_states: [B, hidden] of the target, at each request's last accepted row; None unless the
         proposer asks for them.
     verified: the states of all tokens of this step; None unless the proposer asks for them.
+    state_keys: B names; requests of one name have the same states wherever they have the same tokens,
+        and may use each other's. A request without a name shares none; None: all may.
     """
 
     request_ids: Sequence[str]
@@ -69,6 +72,7 @@ class DraftContext:
     costs: npt.NDArray[np.float64] | None = None
     hidden_states: torch.Tensor | None = None
     verified: VerifiedRows | None = None
+    state_keys: Sequence[str | None] | None = None
 
 
 class Proposer(Protocol):

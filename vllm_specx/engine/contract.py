@@ -133,6 +133,14 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(_BATCH, "CachedRequestState.sampling_params", "extra_args of a request"),
     Hook(_BATCH, "CachedRequestState.num_tokens", "length of a request"),
+    Hook(_BATCH, "CachedRequestState.prompt_embeds", "prompts without token ids"),
+    Hook(_BATCH, "CachedRequestState.lora_request", "whose states a request may use"),
+    Hook(_BATCH, "CachedRequestState.mm_features", "whose states a request may use"),
+    Hook(
+        "vllm.multimodal.inputs",
+        "MultiModalFeatureSpec.identifier",
+        "whose states a request may use",
+    ),
     Hook(
         "vllm.v1.spec_decode.metadata",
         "SpecDecodeMetadata",

@@ -1,4 +1,4 @@
-"""Which memory a request shares: `specx_pool` in its extra_args, and never across cache_salt.
+"""What a request shares: `specx_pool` in its extra_args names it, and never across cache_salt.
 
 The time that accepted drafts save could tell one tenant what another one wrote, hence pools.
 """
@@ -41,3 +41,18 @@ def pool_of(extra_args: Mapping[str, Any] | None) -> str | None:
         return None
     salt = extra.get(SALT_KEY)
     return name if salt is None else f"{name}\0{salt}"
+
+
+def state_key(pool: str | None, state: Any) -> str | None:
+    """Whose hidden states a request may use: of requests in its pool that were read with the same
+    adapter and the same images; None: nobody's.
+
+    state: vLLM's CachedRequestState. What counts is what counts for vLLM's prefix cache
+    (v1/core/kv_cache_utils.py: generate_block_hash_extra_keys), but images wherever they are.
+    """
+    if pool is None:
+        return None
+    lora = state.lora_request
+    adapter = None if lora is None else (lora.lora_name, lora.lora_path)
+    images = [(f.identifier, f.mm_position.offset) for f in state.mm_features]
+    return f"{pool}\0{adapter!r}{images!r}" if adapter or images else pool

@@ -45,6 +45,8 @@ class EngineProposer(ABC):
         self.vocab_size: int = vllm_config.model_config.get_vocab_size()
         self.guard = Guard(self.name)
         self.requests: dict[str, Any] = {}
+        # Ids that have ended; after a fault the proposer is told of them again.
+        self.ended: list[str] = []
         self.proposer = self.build()
 
     @abstractmethod

@@ -13,16 +13,18 @@ from vllm_specx.config import ConfigError
 from vllm_specx.draft.proposer import DraftContext, VerifiedRows
 from vllm_specx.draft.tree import DraftTree, IntArray
 from vllm_specx.engine.plan import PLAN, DraftPlan
-from vllm_specx.engine.pools import pool_of
+from vllm_specx.engine.pools import pool_of, state_key
 from vllm_specx.engine.proposers import EngineProposer
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What does not change while a request lives. `state` is the runner's object for it."""
+    """What does not change while a request lives. `state` is the runner's object for it; a
+    last_length of 0: it is never drafted for."""
 
     state: Any
     pool: str | None
+    state_key: str | None
     last_length: int
 
 
@@ -73,7 +75,9 @@ def propose_draft_token_ids(
             spec_decode_metadata,
             drafter.states(hidden_states, aux_hidden_states),
         )
-        return to_lists(proposer.propose(context), context)
+        drafts = to_lists(proposer.propose(context), context)
+        drafter.ended.clear()
+        return drafts
 
     nothing: list[list[int]] = [[] for _ in sampled_token_ids]
     return drafter.guard.run(step, nothing)
@@ -154,10 +158,11 @@ def build_context(
             else None
         ),
         verified=(
-            _verified_rows(batch, scheduler_output, request_ids, num_tokens, states)
+            _verified_rows(batch, scheduler_output, request_ids, num_tokens, known, states)
             if proposer.needs_verified_rows
             else None
         ),
+        state_keys=[k.state_key for k in known],
     )
 
 
@@ -166,47 +171,55 @@ def _verified_rows(
     scheduler_output: Any,
     request_ids: Sequence[str],
     num_tokens: IntArray,
+    known: Sequence[_Known],
     states: tuple[torch.Tensor, ...],
 ) -> VerifiedRows:
     """Which rows of this step's forward belong to committed tokens: the first ones of each request
-    (a rejected draft and what was drafted after it are the last)."""
+    (a rejected draft and what was drafted after it are the last); none of those that are never
+    drafted for."""
     size = len(request_ids)
     scheduled = scheduler_output.num_scheduled_tokens
     read = np.fromiter((scheduled.get(request, 0) for request in request_ids), np.int32, size)
     position = batch.num_computed_tokens_cpu[:size].astype(np.int32)
-    count = np.clip(num_tokens - 1 - position, 0, read).astype(np.int32)
+    drafted = np.fromiter((k.last_length > 0 for k in known), np.bool_, size)
+    count = (np.clip(num_tokens - 1 - position, 0, read) * drafted).astype(np.int32)
     return VerifiedRows(states, (np.cumsum(read) - read).astype(np.int32), position, count)
 
 
 def _follow(
     drafter: EngineProposer, runner: Any, request_ids: Sequence[str]
 ) -> tuple[list[_Known], list[str]]:
-    """What is known of the batch's requests, and which of the earlier ones have ended."""
+    """What is known of the batch's requests, and which of the earlier ones have ended, also those
+    whose id was given to another one."""
     live = runner.requests
     mine: dict[str, _Known] = drafter.requests
-    finished = [request_id for request_id in mine if request_id not in live]
-    for request_id in finished:
+    gone = [request_id for request_id, k in mine.items() if live.get(request_id) is not k.state]
+    for request_id in gone:
         del mine[request_id]
+    drafter.ended += gone
     known = []
     for request_id in request_ids:
         entry = mine.get(request_id)
-        state = live[request_id]
-        if entry is None or entry.state is not state:
-            entry = mine[request_id] = _first_sight(state, drafter)
+        if entry is None:
+            entry = mine[request_id] = _first_sight(live[request_id], drafter)
         known.append(entry)
-    return known, finished
+    return known, list(drafter.ended)
 
 
 def _first_sight(state: Any, drafter: EngineProposer) -> _Known:
     params = state.sampling_params
     if params is None:
-        return _Known(state, pool_of(None), drafter.max_model_len)
+        return _Known(state, pool_of(None), None, drafter.max_model_len)
+    if state.prompt_embeds is not None:
+        # What stands in token_ids for such a prompt is what another request had there.
+        return _Known(state, None, None, 0)
     last = drafter.max_model_len
     if params.max_tokens is not None:
         last = min(last, state.num_prompt_tokens + params.max_tokens)
     if drafter.remembers and params.seed is not None and params.temperature > 0:
         last = 0
-    return _Known(state, pool_of(params.extra_args), last)
+    pool = pool_of(params.extra_args)
+    return _Known(state, pool, state_key(pool, state), last)
 
 
 def _last_accepted_rows(
