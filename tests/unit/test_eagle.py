@@ -499,3 +499,67 @@ def test_two_drafters_with_the_same_input_answer_the_same() -> None:
         for name in names:
             told += _one_more(known, [name], int(rng.integers(0, 50)))
     assert empty, "the cache was never full"
+
+
+@pytest.mark.parametrize(
+    ("keys", "shared"),
+    [(("a", "a"), True), (("a", "b"), False), ((None, None), False), (("a", None), False)],
+)
+def test_a_prefix_is_shared_within_a_key(keys: tuple[str | None, str | None], shared: bool) -> None:
+    draft = synthetic.weights(3)
+    drafter = synthetic.drafter(draft)
+    first = text(70, 1)
+    step = synthetic.context([prefill("a", first)], 3, state_keys=[keys[0]])
+    drafter.propose(step)
+    second = [*first[:49], *text(9, 2)]
+    step = synthetic.context([Told("b", second, 48, len(second) - 49)], 3, state_keys=[keys[1]])
+    drafts = chains(drafter.propose(step))
+    assert drafts == [reference(draft, second, 4, start=0 if shared else 48)]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_after_a_fault_nothing_is_read_that_was_half_done(waits: bool) -> None:
+    """States of a wrong width end a step; what follows is right, and no page is lost."""
+    draft = synthetic.weights(3)
+    drafter = synthetic.drafter(draft)
+    tokens, other = text(50), text(20, 1)
+    told = [prefill("a", tokens, budget=0 if waits else 4), prefill("other", other)]
+    drafter.propose(synthetic.context(told, 3))
+    step = synthetic.context([Told("a", [*tokens, 1], 49, 1)], 3, finished=["other"])
+    assert step.verified is not None
+    narrow = tuple(state[:, :-1] for state in step.verified.states)
+    broken = dataclasses.replace(step.verified, states=narrow)
+    with pytest.raises(RuntimeError):
+        drafter.propose(dataclasses.replace(step, verified=broken))
+    assert drafter.cache_use() | {"used": 0, "requests": 0} == drafter.cache_use()
+    tokens = [*tokens, 1, 2]
+    drafts = chains(drafter.propose(synthetic.context([Told("a", tokens, 50, 1)], 3)))
+    assert drafts == [reference(draft, tokens, 4, start=50)]
+    second = [*tokens[:48], 3, 4]
+    drafts = chains(drafter.propose(synthetic.context([Told("b", second, 48, 1)], 3)))
+    assert drafts == [reference(draft, second, 4, start=48)]
+
+
+@pytest.mark.parametrize("placeholder", [synthetic.VOCAB, 10**6, -1])
+def test_placeholders_outside_of_the_vocabulary(placeholder: int) -> None:
+    """As some multimodal targets have them where an image is."""
+    draft = synthetic.weights(3)
+    drafter = synthetic.drafter(draft)
+    known = [text(20, 1), text(30, 2)]
+    told = [prefill("image", known[0]), prefill("text", known[1])]
+    step = synthetic.context(told, 3)
+    step.token_ids[step.rows[0], 3:7] = placeholder
+    drafts = chains(drafter.propose(step))
+    assert len(drafts[0]) == 4
+    assert drafts[1] == reference(draft, known[1], 4)
+
+
+def test_an_id_that_is_used_again_is_another_request() -> None:
+    """It is among the ended and among the present; a prefix hit of what others wrote."""
+    draft = synthetic.weights(3)
+    drafter = synthetic.drafter(draft)
+    old, new = text(70, 1), text(60, 2)
+    drafter.propose(synthetic.context([prefill("a", old), prefill("b", new)], 3))
+    tokens = [*new[:48], 7, 8, 9]
+    step = synthetic.context([Told("a", tokens, 48, 2)], 3, finished=["a"])
+    assert chains(drafter.propose(step)) == [reference(draft, tokens, 4)]

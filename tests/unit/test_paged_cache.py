@@ -258,3 +258,50 @@ def test_hashes_do_not_depend_on_the_process() -> None:
     sequence = Sequence()
     write(pool, sequence, np.arange(LENGTH, dtype=np.int32), 32)
     assert [digest.hex()[:8] for digest in sequence.digests] == ["998728c1", "451ae4fa"]
+
+
+def test_pages_are_shared_only_within_a_key() -> None:
+    pool = cache()
+    tokens = text(0)
+    first = Sequence(key="salt of a")
+    write(pool, first, tokens, 40)
+    for key, found in (("salt of b", False), (None, False), ("salt of a", True)):
+        other = Sequence(key=key)
+        assert pool.adopt(other, tokens, 32) is None
+        assert (other.start == 0) == found
+        pool.free(other)
+    # Nor are equal pages that were written apart.
+    other = Sequence(key="salt of b")
+    write(pool, other, tokens, 40)
+    assert not set(other.pages) & set(first.pages)
+    assert stored(pool, first) == stored(pool, other) == expected(tokens, first)
+
+
+def test_a_sequence_without_a_key_leaves_nothing_to_be_found() -> None:
+    pool = cache()
+    sequence = Sequence(key=None)
+    write(pool, sequence, text(0), 40)
+    pool.truncate(sequence, 20)
+    write(pool, sequence, text(0), 40)
+    assert stored(pool, sequence) == expected(text(0), sequence)
+    pool.free(sequence)
+    assert len(pool._free) == PAGES
+
+
+def test_a_key_may_be_any_text_of_a_client() -> None:
+    pool = cache()
+    sequence = Sequence(key="\ud800\0")
+    write(pool, sequence, text(0), 32)
+    assert len(sequence.digests) == 2
+
+
+def test_cleared_it_is_as_new() -> None:
+    pool = cache()
+    write(pool, Sequence(), text(0), 40)
+    done = Sequence()
+    write(pool, done, text(1), 40)
+    pool.free(done)
+    pool.clear()
+    check(pool, {})
+    assert len(pool._free) == PAGES
+    assert pool.adopt(found := Sequence(), text(0), 32) is None and found.start == 32

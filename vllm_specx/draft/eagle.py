@@ -119,11 +119,14 @@ class EagleDrafter:
                 f"and the target's has {rows.shape[1]}; the checkpoint was made for another target."
             )
         dtype = lm_head.dtype
+        if weights.embeddings is not None:
+            embeddings = weights.embeddings.to(self._device)
+        self._last_token = len(embeddings) - 1
         self._token_map = None if vocab is None else vocab.token_ids.to(self._device)
         self._net = EagleNet(
             weights,
             lm_head=rows.to(dtype),
-            embeddings=embeddings if weights.embeddings is None else weights.embeddings,
+            embeddings=embeddings,
             positions=max_model_len + _DEPTH + 1,
             device=self._device,
         )
@@ -166,7 +169,16 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def propose(self, context: DraftContext) -> list[DraftTree]:
-        """One draft a request, of at most its budget; see draft.proposer.DraftContext."""
+        """One draft a request, of at most its budget; see draft.proposer.DraftContext. After a fault
+        nothing is known of any request: what was half done is not read."""
+        try:
+            return self._propose(context)
+        except Exception:
+            self._requests.clear()
+            self._waiting_rows = 0
+            raise
+
+    def _propose(self, context: DraftContext) -> list[DraftTree]:
         for name, right in self._outcomes.learn(context).items():
             self._requests.judge(name, right)
         for name in context.finished:
@@ -262,7 +274,8 @@ class EagleDrafter:
         places = [np.arange(b, e, dtype=np.int64) for _, b, e in spans]
         slots = np.concatenate([_slots(w, at) for w, at in zip(works, places, strict=True)])
         drafting = [j for j, work in enumerate(works) if work.drafts]
-        tokens = self._moved(following.astype(np.int64))
+        # A target's placeholders of images may lie outside of its vocabulary.
+        tokens = self._moved(np.clip(following.astype(np.int64), 0, self._last_token))
         positions = self._moved(np.concatenate(places))
         targets = self._moved(slots)
         features = self._features(works, firsts, verified)

@@ -119,6 +119,11 @@ class Requests:
         if (request := self._requests.pop(name, None)) is not None:
             self._cache.free(request.sequence)
 
+    def clear(self) -> None:
+        """Nothing is known of any request, nor is anything in the cache."""
+        self._requests.clear()
+        self._cache.clear()
+
     def make_room(self, request: Request, end: int) -> bool:
         """Give the request pages up to `end`; False if it has lost what it had.
 

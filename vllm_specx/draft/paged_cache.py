@@ -111,6 +111,14 @@ class PagedCache:
         sequence.start = sequence.end = sequence.first_page = 0
         sequence.digests = []
 
+    def clear(self) -> None:
+        """Forget all pages, whoever holds them: no sequence of before may be used again."""
+        self._free = list(range(self.pages - 1, -1, -1))
+        self._users = [0] * self.pages
+        self._registered.clear()
+        self._name.clear()
+        self._unused.clear()
+
     def restart(self, sequence: Sequence, position: int) -> None:
         """Begin again at `position`, nothing before it being known."""
         self.free(sequence)

@@ -22,8 +22,10 @@ class EagleProposer(EngineProposer):
     """`specx:eagle`: EAGLE and EAGLE-3 drafts (draft/eagle.py).
 
     With tensor parallelism every rank holds the whole draft, the draft vocabulary's rows of the
-    lm_head and a K/V cache of its own, so drafting communicates nothing. Weights and cache are
-    allocated with the target's weights, before vLLM looks how much memory is left.
+    lm_head, all rows of the embeddings (gathered once, unless the draft has its own) and a K/V cache of
+    its own, so drafting communicates nothing. All of it is allocated with the target's weights, before
+    vLLM looks how much memory is left; what a step needs beside it, some hundred MiB at most for usual
+    drafts, is not, as vLLM's profiling run does not draft.
     """
 
     name = "eagle"
