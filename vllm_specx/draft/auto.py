@@ -95,7 +95,9 @@ class AutoDrafter:
                 continue
             if asked.at == int(context.num_tokens[i]) - len(sampled):
                 right = accepted_of(asked.tokens, sampled)
-                self.prospects.learn(request, len(asked.tokens), right)
+                # The scheduler may have cut the draft: what it did not verify, it did not refuse.
+                tried = min(len(asked.tokens), len(sampled))
+                self.prospects.learn(request, tried, right)
         self.prospects.forget(context.finished)
         for request in context.finished:
             self._asked.pop(request, None)
