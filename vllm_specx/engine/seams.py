@@ -129,6 +129,12 @@ def _check_heads(vllm_config: Any, settings: config.SpecxConfig) -> None:
     if isinstance(part, config.MedusaConfig):
         load_heads(local_folder(part.heads), shape)
     elif part is not None and (layers := read_draft(part, shape).aux_layers):
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"{part.heads} reads states of the target's inner layers, which vLLM's V1 runner does not "
+                "pass on from one pipeline stage to the next: serve it with tensor parallelism, or use "
+                "an EAGLE-1 or Medusa draft, or specx:ngram."
+            )
         # The target's compiled graph has these outputs, and this is part of its hash.
         vllm_config.additional_config[SELECTED]["aux_layers"] = list(layers)
 
