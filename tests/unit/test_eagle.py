@@ -482,6 +482,15 @@ def test_memory_counts_weights_and_cache() -> None:
     )
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_bound_of_the_default_cache_counts_all_of_it(layers: int) -> None:
+    from vllm_specx.engine.eagle import _bytes_a_token
+
+    draft = synthetic.weights(3, layers=layers)
+    cache = synthetic.drafter(draft, cache_tokens=160)._cache
+    assert cache.nbytes == 160 * _bytes_a_token(draft, 4)
+
+
 def test_two_drafters_with_the_same_input_answer_the_same() -> None:
     """As on two tensor-parallel ranks, also when the cache is full."""
     draft = synthetic.weights(3)

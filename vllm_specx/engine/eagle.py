@@ -10,6 +10,7 @@ from vllm_specx.draft.checkpoints import CheckpointError, TargetShape
 from vllm_specx.draft.eagle import EagleDrafter
 from vllm_specx.draft.eagle_checkpoints import load_eagle, most_frequent
 from vllm_specx.draft.eagle_weights import EagleWeights
+from vllm_specx.draft.paged_cache import PAGE
 from vllm_specx.draft.proposer import Proposer
 from vllm_specx.engine.heads import head_and_embeddings, local_folder
 from vllm_specx.engine.proposers import EngineProposer
@@ -81,8 +82,10 @@ def eagle_drafter(
 
 
 def _bytes_a_token(weights: EagleWeights, element_size: int) -> int:
+    """Of the draft's cache: keys, values, and the page's share of the feature it keeps."""
     shape = weights.shape
-    return 2 * len(weights.layers) * shape.kv_heads * shape.head_dim * element_size
+    entry = 2 * len(weights.layers) * shape.kv_heads * shape.head_dim
+    return (entry + -(-shape.hidden_size // PAGE)) * element_size
 
 
 def target_shape(model_config: Any, dtype: Any) -> TargetShape:
