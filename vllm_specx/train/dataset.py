@@ -122,16 +122,33 @@ class Corpus:
                 raise TrainError(f"{error}; give the same command again to make it anew.") from None
         return self._maps[kind, shard]
 
-    def split(self, validation: float, excluded: set[int]) -> tuple[Ints, Ints]:
-        """(train, validation) conversations; a conversation's side depends on its tokens only."""
-        sides: tuple[list[int], list[int]] = ([], [])
+    def split(
+        self, validation: float, excluded: set[int], first: int | None = None
+    ) -> tuple[Ints, Ints]:
+        """(train, validation) conversations; a conversation's side depends on its first tokens only.
+
+        first: how many these are; None: all before the first answer, so that the answers to one
+            prompt are on one side, and prompts that begin alike are on both.
+        The lowest digest is validated with where no greedy answer would be otherwise: if more text
+        comes, what takes its place was not trained on.
+        """
+        digests: dict[int, int] = {}
         for i in range(len(self)):
-            if i in excluded:
-                continue
-            tokens = self.tokens[self.offsets[i] : self.offsets[i + 1]]
-            digest = hashlib.blake2b(tokens[:64].tobytes(), digest_size=4).digest()
-            sides[int.from_bytes(digest) < validation * 2**32].append(i)
-        return np.array(sides[0], np.int64), np.array(sides[1], np.int64)
+            if i not in excluded:
+                begin, end = int(self.offsets[i]), int(self.offsets[i + 1])
+                size = first or int(np.argmax(self.source[begin:end] > 0))
+                tokens = self.tokens[begin : min(begin + size, end)]
+                digest = hashlib.blake2b(tokens.tobytes(), digest_size=4).digest()
+                digests[i] = int.from_bytes(digest)
+        greedy = {
+            digest
+            for i, digest in digests.items()
+            if (self.source[self.offsets[i] : self.offsets[i + 1]] == GREEDY).any()
+        }
+        bound = max(validation * 2**32, min(greedy, default=-1) + 1)
+        held_out = [i for i, digest in digests.items() if digest < bound]
+        train = [i for i, digest in digests.items() if digest >= bound]
+        return np.array(train, np.int64), np.array(held_out, np.int64)
 
     def containing(self, texts: Sequence[Sequence[int]], length: int = 13) -> set[int]:
         """Conversations that share `length` tokens in a row with one of `texts`, given as ids."""

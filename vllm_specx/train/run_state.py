@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from vllm_specx.train import shards
 from vllm_specx.train.errors import TrainError
@@ -31,14 +31,20 @@ def read(path: Path, device: torch.device, settings: BaseModel, free: Set[str]) 
         return {}
     try:
         state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-        written = type(settings).model_validate_json(state["settings"])
+        before = state["settings"]
     except Exception as error:
         reason = " ".join(str(error).split())[:100]
         raise TrainError(
             f"{path} cannot be read ({reason}); delete it to train from the start."
         ) from None
-    if written.model_dump(exclude=set(free)) != settings.model_dump(exclude=set(free)):
-        raise TrainError(
-            f"{path} is of a run with other settings; use the same ones or another --out."
-        )
+    try:
+        written = type(settings).model_validate_json(before).model_dump(exclude=set(free))
+    except ValidationError:
+        raise TrainError(f"{path} is of heads of another kind; use another --out.") from None
+    for name, value in settings.model_dump(exclude=set(free)).items():
+        if written[name] != value:
+            raise TrainError(
+                f"{path} is of a run with other settings ({name.replace('_', '-')} was "
+                f"{written[name]!r}, not {value!r}); use the same ones or another --out."
+            )
     return state

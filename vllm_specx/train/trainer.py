@@ -24,8 +24,9 @@ from vllm_specx.train.dataset import Batches, Corpus, Ints
 from vllm_specx.train.errors import TrainError
 from vllm_specx.train.target import TargetWeights
 
-FREE = frozenset({"epochs", "patience", "device", "validate_every", "export_lm_head"})
-"""Settings that a resumed run may change."""
+FREE = frozenset({"epochs", "patience", "device", "validate_every", "export_lm_head", "target"})
+"""Settings that a resumed run may change (target: its folder may be named otherwise; that it is the
+same one, the cached states tell)."""
 
 
 class TrainSettings(BaseModel):
@@ -37,8 +38,8 @@ class TrainSettings(BaseModel):
     """Tokens drafted in a row, in training and in validation."""
     vocab: Annotated[int, Field(ge=16)] = 8192
     """Tokens of the draft vocabulary."""
-    epochs: Annotated[float, Field(gt=0)] = 10.0
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    epochs: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-3
     hard_share: Annotated[float, Field(ge=0, le=1)] = 0.3
     """Weight of the target's argmax against its whole distribution."""
     keep_wrong: Annotated[float, Field(ge=0, le=1)] = 0.15
@@ -54,7 +55,7 @@ class TrainSettings(BaseModel):
     validate_every: Annotated[int, Field(ge=1)] = 400
     """Steps."""
     validation_tokens: Annotated[int, Field(ge=100)] = 20_000
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     limit: int | None = None
     """Use only about this many tokens of the text."""
     device: str = "cpu"
@@ -97,12 +98,16 @@ class BaseTrainer(ABC, Generic[SettingsT]):
         self.settings, self.corpus, self.target, self.out = settings, corpus, target, out
         self.device = torch.device(settings.device)
         torch.manual_seed(settings.seed)
-        train, self.validation = corpus.split(settings.validation, excluded or set())
+        for folder in (out, out / "heads"):
+            shards.remove_leftovers(folder)
+        before = run_state.read(out / run_state.NAME, self.device, settings, FREE)
+        self.split_by = before.get("split_by", 64) if before else None
+        train, self.validation = corpus.split(settings.validation, excluded or set(), self.split_by)
         self.runs = corpus.greedy_runs(self.validation)
         if not len(self.runs):
             raise TrainError("there is no greedy answer to validate with; generate more tokens.")
         self.batches = self._batches(train)
-        before = run_state.read(out / run_state.NAME, self.device, settings, FREE)
+        self.tokens = int((corpus.source > 0).sum())
         counts = count_tokens((corpus.spoken(i) for i in train), target.vocab_size)
         size = min(settings.vocab, target.vocab_size)
         self.vocab = DraftVocab.most_frequent(counts, size)
@@ -208,6 +213,8 @@ class BaseTrainer(ABC, Generic[SettingsT]):
             group["lr"] = self._rate()
         self.optimizer.zero_grad(set_to_none=True)
         loss, accuracy = self._loss(windows)
+        if not loss.requires_grad:  # the draft vocabulary has none of the batch's tokens
+            return 0.0, accuracy
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
         self.optimizer.step()
@@ -280,6 +287,8 @@ class BaseTrainer(ABC, Generic[SettingsT]):
         state = {
             "compute": str(self.dtype).removeprefix("torch."),
             "vocab": self.vocab.token_ids,
+            "split_by": self.split_by,
+            "tokens": self.tokens,
             "heads": self.heads.state_dict(),
             "average": self.average.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -310,13 +319,17 @@ class BaseTrainer(ABC, Generic[SettingsT]):
         self.batches.epoch, self.batches.place = state["place"]
         self.history = json.loads(state["history"])
         self.best, self.stale = state["best"], state["stale"]
+        if self.tokens > state.get(
+            "tokens", self.tokens
+        ):  # what had stopped getting better may again
+            self.stale = 0
 
     def _specx(self, found: Acceptance) -> dict[str, Any]:
         """What a checkpoint says about its training."""
         return {
             "acceptance": [round(a, 4) for a in found.conditional()],
             "training": {
-                "tokens": int((self.corpus.source > 0).sum()),
+                "tokens": self.tokens,
                 "epochs": round(self.step / self.batches.per_epoch, 2),
                 "seconds": round(self.seconds),
                 "validation_acceptance_length": round(found.length, 4),
