@@ -24,7 +24,7 @@ from vllm_specx.draft.proposer import DraftContext, VerifiedRows
 from vllm_specx.draft.vocab import DraftVocab
 from vllm_specx.train import shards, teacher
 from vllm_specx.train.dataset import Corpus
-from vllm_specx.train.eagle import EagleSettings, EagleTrainer, default_aux_layers
+from vllm_specx.train.eagle import EagleSettings, EagleTrainer, aux_layers_of
 from vllm_specx.train.eagle_net import Eagle1Net, Eagle3Net, EagleNet, layer_config
 from vllm_specx.train.errors import TrainError
 from vllm_specx.train.loss import sparse_cross_entropy
@@ -398,7 +398,11 @@ def test_the_teacher_says_what_lm_head_says(target: Path, text: Path, states: Pa
 
 
 def test_targets_and_layers(target: Path, tmp_path: Path) -> None:
-    assert default_aux_layers(str(target)) == (0, 1)
+    assert aux_layers_of(str(target)) == (0, 1)
+    assert aux_layers_of(str(target), [1, 0, 1]) == (0, 1)
+    for layer in (2, -1):
+        with pytest.raises(TrainError, match=f"layer {layer}, but the target has layers 0 to 1"):
+            aux_layers_of(str(target), [0, layer])
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2})
     )
@@ -412,6 +416,12 @@ def test_targets_and_layers(target: Path, tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["--aux-layers", "2,x"], "--aux-layers is '2,x'"),
+        (["--aux-layers", "0,7"], "--aux-layers names layer 7"),
+        (["--device", "gpu"], "--device is 'gpu'"),
+        (["--device", "cuda:99"], "--device is 'cuda:99', but PyTorch sees"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--epochs", "inf"], "--epochs is inf"),
+        (["--exclude", "nowhere.jsonl"], "the prompts in nowhere.jsonl cannot be read"),
         (["--depth", "0"], "--depth is 0"),
         (["--text", "nowhere"], "there is no training text in it"),
     ],
@@ -422,6 +432,17 @@ def test_bad_options_are_one_sentence(
     command = ["eagle3", "--target", str(target), "--out", str(tmp_path), *arguments]
     result = CliRunner().invoke(app, command)
     assert isinstance(result.exception, ConfigError) and said in str(result.exception)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_target_that_no_draft_fits_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    gpt2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2}
+    (tmp_path / "config.json").write_text(json.dumps(gpt2))
+    out = tmp_path / "out"
+    result = CliRunner().invoke(app, [kind, "--target", str(tmp_path), "--out", str(out)])
+    assert isinstance(result.exception, TrainError)
+    assert "train Medusa heads" in str(result.exception)
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])

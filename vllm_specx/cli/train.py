@@ -39,7 +39,10 @@ Sequences = Annotated[int, typer.Option(help="Conversations a batch.")]
 Seed = Annotated[int, typer.Option(help="Of prompts, batches and weights.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1; default: a GPU if any.")]
 Workers = Annotated[
-    int, typer.Option(help="Processes for the first two stages; default: one a GPU, 2 on a CPU.")
+    int,
+    typer.Option(
+        min=0, help="Processes for the first two stages; default: 1 on a GPU, 2 on a CPU."
+    ),
 ]
 
 
@@ -72,7 +75,8 @@ def medusa(
     """Generate text with the target, cache its hidden states, and train heads on them."""
     from vllm_specx.train.medusa import MedusaSettings, Trainer
 
-    device = device or _device()
+    _readable(prompts, exclude)
+    device = _device(device)
     settings = _settings(
         MedusaSettings,
         conditioning=conditioning, depth=depth, layers=layers, inner=inner, vocab=vocab,
@@ -112,7 +116,7 @@ def eagle(
         target, out, prompts, tokens, text, exclude, workers,
         version=1, depth=depth, vocab=vocab, epochs=epochs, learning_rate=learning_rate,
         feature_weight=feature_weight, token_weight=token_weight, sequences=sequences, seed=seed,
-        device=device or _device(),
+        device=_device(device),
     )  # fmt: skip
 
 
@@ -146,16 +150,16 @@ def eagle3(
 ) -> None:
     """Train an EAGLE-3 draft: it reads three of the target's layers, and is trained on its own drafts."""
     try:
-        layers = sorted({int(layer) for layer in aux_layers.split(",") if layer})
+        layers = [int(layer) for layer in aux_layers.split(",") if layer]
     except ValueError:
         raise ConfigError(
             f"--aux-layers is '{aux_layers}', but it must be numbers of layers, as 2,15,27."
         ) from None
     _eagle(
         target, out, prompts, tokens, text, exclude, workers,
-        version=3, aux_layers=layers, depth=depth, vocab=vocab, train_lm_head=train_lm_head, export_lm_head=export_lm_head,
-        norm_before_residual=norm_before_residual, epochs=epochs, learning_rate=learning_rate,
-        sequences=sequences, seed=seed, device=device or _device(),
+        version=3, aux_layers=layers, depth=depth, vocab=vocab, train_lm_head=train_lm_head,
+        export_lm_head=export_lm_head, norm_before_residual=norm_before_residual, epochs=epochs,
+        learning_rate=learning_rate, sequences=sequences, seed=seed, device=_device(device),
     )  # fmt: skip
 
 
@@ -170,13 +174,16 @@ def _eagle(
     **values: Any,
 ) -> None:
     from vllm_specx.train import teacher
-    from vllm_specx.train.eagle import EagleSettings, EagleTrainer, default_aux_layers
+    from vllm_specx.train.eagle import EagleSettings, EagleTrainer, aux_layers_of
+    from vllm_specx.train.eagle_net import layer_config
     from vllm_specx.train.progress import Progress
     from vllm_specx.train.target import load_target
 
+    _readable(prompts, exclude)
     model = _model(target)
+    layer_config(model, None)  # a target that no draft fits is refused before hours of work
     if values["version"] == 3:
-        values["aux_layers"] = values["aux_layers"] or default_aux_layers(model)
+        values["aux_layers"] = aux_layers_of(model, values["aux_layers"])
     settings = _settings(EagleSettings, target=model, **values)
     _, folder, states = _stages(
         target, out, prompts, tokens, text, settings.seed, settings.device, workers, "states",
@@ -187,10 +194,34 @@ def _eagle(
     _train(EagleTrainer, settings, model, folder, states, out, exclude)
 
 
-def _device() -> str:
+def _device(asked: str) -> str:
+    """The device asked for, or a GPU if there is one."""
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    if not asked:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(asked)
+    except RuntimeError:
+        raise ConfigError(
+            f"--device is '{asked}', but it must be cpu, cuda or cuda:1, as PyTorch names them."
+        ) from None
+    gpus = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise ConfigError(
+            f"--device is '{asked}', but PyTorch sees {gpus} GPUs here; leave it out to take what "
+            "there is."
+        )
+    return asked
+
+
+def _readable(*lists: list[Path] | None) -> None:
+    """Raise TrainError if a file of prompts is not one; some are read only at the end."""
+    from vllm_specx.train.prompts import from_files
+
+    for files in lists:
+        if files:
+            from_files(files)
 
 
 def _model(target: str) -> str:
@@ -223,7 +254,7 @@ def _stages(
     )
     hidden_settings = _settings(HiddenSettings, target=model, device=device, aux_layers=aux_layers)
     if text is not None:
-        folder = pipeline.made_text(text)
+        folder = pipeline.made_text(text, model)
     else:
         folder = pipeline.make_text(
             text_settings, out, workers, states=states, aux_layers=aux_layers

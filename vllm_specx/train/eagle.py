@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +15,14 @@ from torch.nn import functional
 from vllm_specx.draft.checkpoints import FORMAT
 from vllm_specx.train import teacher
 from vllm_specx.train.dataset import Batches, Corpus, Ints
-from vllm_specx.train.eagle_net import Eagle1Net, Eagle3Net, EagleNet, layer_config, written
+from vllm_specx.train.eagle_net import (
+    Eagle1Net,
+    Eagle3Net,
+    EagleNet,
+    layer_config,
+    target_layers,
+    written,
+)
 from vllm_specx.train.errors import TrainError
 from vllm_specx.train.hidden import AUX
 from vllm_specx.train.loss import CHUNK, sparse_cross_entropy
@@ -283,11 +290,16 @@ class EagleTrainer(BaseTrainer[EagleSettings]):
         self._write(config, {name: tensor.cpu() for name, tensor in tensors.items()})
 
 
-def default_aux_layers(target: str) -> tuple[int, ...]:
-    """EAGLE-3's choice of low, middle and high: layers 2, L/2 and L-3 of L."""
-    config = json.loads((Path(target) / "config.json").read_text())
-    layers = int(config["num_hidden_layers"])
-    return tuple(sorted({min(2, layers - 1), layers // 2, max(layers - 3, 0)}))
+def aux_layers_of(target: str, asked: Sequence[int] = ()) -> tuple[int, ...]:
+    """The layers asked for in ascending order; if none are, EAGLE-3's choice of low, middle and high:
+    layers 2, L/2 and L-3 of L. Raises TrainError where the target has no such layer."""
+    layers = target_layers(target)
+    if bad := [number for number in asked if not 0 <= number < layers]:
+        raise TrainError(
+            f"--aux-layers names layer {bad[0]}, but the target has layers 0 to {layers - 1}."
+        )
+    chosen = asked or (min(2, layers - 1), layers // 2, max(layers - 3, 0))
+    return tuple(sorted(set(chosen)))
 
 
 def _best(states: torch.Tensor, lm_head: torch.Tensor) -> torch.Tensor:

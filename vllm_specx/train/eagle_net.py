@@ -22,19 +22,30 @@ _KEPT = (
 )  # fmt: skip
 
 
-def layer_config(target: str, bias: bool | None) -> Any:
-    """A LlamaConfig of one layer in the sizes, RoPE and vocabulary of the target's.
-
-    bias: of q, k and v; None: as the target has it. Raises TrainError.
-    """
-    from transformers import AutoConfig, LlamaConfig
+def _text_config(target: str) -> Any:
+    from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(target)
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise TrainError(f"the configuration of {target} cannot be read: {first}") from None
-    config = config.get_text_config()
+    return config.get_text_config()
+
+
+def target_layers(target: str) -> int:
+    """How many decoder layers the target has. Raises TrainError."""
+    return int(_text_config(target).num_hidden_layers)
+
+
+def layer_config(target: str, bias: bool | None) -> Any:
+    """A LlamaConfig of one layer in the sizes, RoPE and vocabulary of the target's.
+
+    bias: of q, k and v; None: as the target has it. Raises TrainError.
+    """
+    from transformers import LlamaConfig
+
+    config = _text_config(target)
     kept = {name: getattr(config, name) for name in _KEPT if hasattr(config, name)}
     if "num_key_value_heads" not in kept or "rms_norm_eps" not in kept:
         raise TrainError(

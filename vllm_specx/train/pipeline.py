@@ -15,11 +15,11 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from vllm_specx.setup import cpu
-from vllm_specx.train import hidden, shards
+from vllm_specx.train import hidden, run_state, shards
 from vllm_specx.train.dataset import Corpus
 from vllm_specx.train.errors import TrainError
 from vllm_specx.train.generate import KIND as TEXT
-from vllm_specx.train.generate import GenerateSettings
+from vllm_specx.train.generate import GenerateSettings, target_identity
 from vllm_specx.train.hidden import HiddenSettings
 from vllm_specx.train.prompts import from_files
 
@@ -41,15 +41,35 @@ def make_text(
             environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     folder = out / "text"
     recorded = [str(out / states), ",".join(map(str, aux_layers))]
+    if workers > 1:
+        shards.remove_leftovers(out / states)
     _run("generate", settings, [str(folder)], workers, environment, recorded)
     return folder
 
 
-def made_text(folder: Path) -> Path:
-    """The text of another run: its --out folder, or the folder of the shards. Raises TrainError."""
+def made_text(folder: Path, target: str) -> Path:
+    """The text of another run of the target: its --out folder, or the folder of the shards.
+
+    Raises TrainError if there is none, or if another target said it, as far as the folder tells.
+    """
     text = folder / "text" if (folder / "text").is_dir() else folder
     if not shards.indices(text, TEXT):
         raise TrainError(f"--text is {folder}, but there is no training text in it.")
+    noted = text / f"{TEXT}.json"
+    if noted.exists():
+        try:
+            said_by = str(json.loads(noted.read_text())["target"])
+        except (OSError, ValueError, KeyError, TypeError):
+            raise TrainError(
+                f"{noted} cannot be read; give the --text of another run, or none."
+            ) from None
+        mine = target_identity(target)
+        # The folder may have another name by now; what is in it may not differ.
+        if said_by.split()[-1:] != mine.split()[-1:]:
+            raise TrainError(
+                f"--text is {folder}, but it is what the target {said_by} said, not {mine}; take "
+                "text of the same target, or leave --text out."
+            )
     return text
 
 
@@ -135,7 +155,13 @@ def excluded(corpus: Corpus, files: Sequence[Path], target: str) -> set[int]:
 
 def summary(out: Path) -> str:
     """The last line for the user: where the heads are and how good they are."""
-    config = json.loads((out / "heads" / "config.json").read_text())
+    try:
+        config = json.loads((out / "heads" / "config.json").read_text())
+    except OSError:
+        raise TrainError(
+            f"the training in {out} has ended, but {out / 'heads'} is gone; delete "
+            f"{out / run_state.NAME} to train anew."
+        ) from None
     training = config["specx"]["training"]
     return (
         f"{out / 'heads'}: acceptance length {training['validation_acceptance_length']} on held-out "
