@@ -49,11 +49,11 @@ def resolve_draft(speculative: Mapping[str, Any], target: str) -> dict[str, Any]
 def _for_stock(draft: Path, target: str) -> Path:
     from vllm_specx.draft import checkpoints, eagle_checkpoints
     from vllm_specx.draft.checkpoint_files import TargetShape, kind_of_checkpoint
-    from vllm_specx.train.target import load_target
+    from vllm_specx.train.target import folder_of, load_target
 
     weights = load_target(target)
     rows, hidden = weights.lm_head.shape
-    layers = json.loads((Path(target) / "config.json").read_text())["num_hidden_layers"]
+    layers = json.loads((folder_of(target) / "config.json").read_text())["num_hidden_layers"]
     shape = TargetShape(hidden, rows, weights.lm_head.dtype, layers)
     files = sorted(draft.rglob("*.safetensors"))
     content = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
