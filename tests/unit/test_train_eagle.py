@@ -410,6 +410,11 @@ def test_targets_and_layers(target: Path, tmp_path: Path) -> None:
         layer_config(str(tmp_path), None)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     assert layer_config(str(tmp_path), None).attention_bias is True
+    for kind, theta in (("glm4", 10000.0), ("gemma3_text", 10000.0), ("qwen3", 77.0)):
+        said = {"model_type": kind, **({"rope_theta": theta} if theta == 77.0 else {})}
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        rope = layer_config(str(tmp_path), None).rope_parameters
+        assert rope == {"rope_type": "default", "rope_theta": theta}
 
 
 @pytest.mark.parametrize(

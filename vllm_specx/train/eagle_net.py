@@ -52,6 +52,14 @@ def layer_config(target: str, bias: bool | None) -> Any:
             f"EAGLE drafts are made of Llama's layer, and the target is of type "
             f"{config.model_type}; train Medusa heads for it (vllm-specx train medusa)."
         )
+    # The draft's layer turns all of a head, and by one rule, whatever the target's layers do.
+    for rope in ("rope_parameters", "rope_scaling"):
+        if isinstance(kept.get(rope), dict):
+            kept[rope] = {
+                name: value
+                for name, value in kept[rope].items()
+                if name != "partial_rotary_factor" and not isinstance(value, dict)
+            } or None
     if bias is None:
         bias = config.model_type == "qwen2" or bool(getattr(config, "attention_bias", False))
     return LlamaConfig(
