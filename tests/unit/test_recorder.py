@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from tests.support.drafting import context
@@ -75,3 +77,21 @@ def test_what_was_read_twice_counts_once(tmp_path: Path) -> None:
     _step(recorder, [("0", 0, [1, 2], 0)])
     assert collect(path, HIDDEN, 2, [4]) == [None]
     assert record_type(HIDDEN, 2).itemsize == 8 + 4 * HIDDEN
+
+
+def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "states"
+    recorder = Recorder(path)
+    size = record_type(HIDDEN, 2).itemsize
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3 * size + 5, before[1]))
+    try:
+        with pytest.raises(OSError, match="bytes could be written"):
+            _step(recorder, [("0", 0, [1, 2, 3, 4, 5], 0)])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.stat().st_size == 3 * size
+    _step(recorder, [("1", 0, [6, 7], 0)])
+    found = collect(path, HIDDEN, 2, [6, 3])
+    assert found[0] is None
+    assert _values(found[1]) == [[6, 7], [106, 107]]

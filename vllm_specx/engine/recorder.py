@@ -64,8 +64,15 @@ class Recorder:
             lines["request"] = np.repeat([int(str(context.pools[i])) for i in kept], count)
             lines["position"] = np.repeat(verified.position[kept], count) + within
             lines["states"] = states.view(torch.uint16).numpy()
-            self._file.write(lines.tobytes())
+            self._append(lines.tobytes(), lines.itemsize)
         return [EMPTY_DRAFT] * len(context.request_ids)
+
+    def _append(self, lines: bytes, size: int) -> None:
+        """Whole lines or none; raises OSError where the disk is full."""
+        written = self._file.write(lines)
+        if written != len(lines):
+            self._file.truncate(self._file.tell() // size * size)
+            raise OSError(f"only {written} of {len(lines)} bytes could be written")
 
 
 class RecordingProposer(EngineProposer):
@@ -123,7 +130,7 @@ def collect(
     found: list[States | None] = []
     for number, length in enumerate(lengths):
         mine = order[edges[number] : edges[number + 1]]
-        inside = mine[positions[mine] < length - 1]
+        inside = mine[(positions[mine] >= 0) & (positions[mine] < length - 1)]
         states = np.zeros((length - 1, kinds, hidden_size), np.uint16)
         states[positions[inside]] = lines["states"][inside]
         whole = len(np.unique(positions[inside])) == length - 1

@@ -133,6 +133,12 @@ class EagleTrainer(BaseTrainer[EagleSettings]):
         progress = self.step / self.steps
         return min(self.settings.depth, 1 + sum(progress >= at for at in self.settings.unroll_at))
 
+    def _note(self, found: Acceptance, losses: Sequence[float], accuracy: Any) -> None:
+        super()._note(found, losses, accuracy)
+        if self.unrolled < min(self.settings.depth, 1 + len(self.settings.unroll_at)):
+            # Further steps are still to be learned.
+            self.stale = 0
+
     def texts(self, stretches: Ints) -> Texts:
         """Those stretches (Corpus.stretches), each with all before it, on the device."""
         corpus, depth = self.corpus, self.settings.depth
