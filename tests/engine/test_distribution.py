@@ -230,12 +230,12 @@ PROPOSERS: dict[str, dict[str, Any]] = {
     "stock ngram, cut by the controller": {**STOCK, "specx": {"controller": {"k_min": 1}}},
     "specx:medusa, random heads": HEADS,
     "specx:medusa, trained heads": HEADS,
-    "specx:eagle, random weights": {**HEADS, "method": "specx:eagle"},
+    "specx:eagle, the target's own state": {**HEADS, "method": "specx:eagle"},
     "specx:medusa, trained heads, 3 requests at a time": HEADS,
     "specx:medusa, trained heads, one request at a time": HEADS,
 }
 LIMITS = {"3 requests": 3, "one request": 1}
-FEW = {"random weights": 5, "random": 40, "trained": SAMPLES // 4}
+FEW = {"random": 40, "trained": SAMPLES // 4}
 """Accepted tokens that heads come to at least."""
 
 
@@ -266,7 +266,7 @@ def proposer_small(
     folder = tmp_path_factory.mktemp("proposer")
     config = dict(PROPOSERS[request.param])
     if "eagle" in request.param:
-        config["model"] = random_eagle(folder / "draft", target, 3, vocab=VOCAB)
+        config["model"] = random_eagle(folder / "draft", target, 1, copying=True)
     elif "random" in request.param:
         config["model"] = random_heads(folder / "heads", 128)
     elif "trained" in request.param:

@@ -9,10 +9,13 @@ import torch
 from safetensors.torch import save_file
 
 
-def random_eagle(folder: Path, target: str, version: int, *, vocab: int = 512) -> str:
+def random_eagle(
+    folder: Path, target: str, version: int, *, vocab: int = 512, copying: bool = False
+) -> str:
     """A draft for the checkpoint `target` (a Llama): its guesses are all but always wrong.
 
-    vocab: tokens of EAGLE-3's draft vocabulary.
+    vocab: tokens of EAGLE-3's draft vocabulary. copying: an EAGLE-1 that hands the target's state on as
+        it is, so that it guesses what the target likes to say, and is right now and then.
     """
     config = json.loads((Path(target) / "config.json").read_text())
     hidden, inner, whole = (
@@ -37,6 +40,10 @@ def random_eagle(folder: Path, target: str, version: int, *, vocab: int = 512) -
         f"{layer}post_attention_layernorm.weight": torch.ones(hidden),
         "fc.weight": weights(hidden, (3 if version == 3 else 2) * hidden),
     }
+    if copying:
+        tensors["fc.weight"] = torch.cat([torch.zeros(hidden, hidden), torch.eye(hidden)], 1)
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            tensors[f"{layer}{name}.weight"].zero_()
     made = {**config, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"]}
     if version == 3:
         ids = torch.randperm(whole, generator=generator)[:vocab].sort().values
