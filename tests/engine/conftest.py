@@ -14,6 +14,14 @@ import pytest
 from tests.support.engine import Engine
 
 ROOT = Path(__file__).resolve().parents[2]
+TIGHT = {
+    "num_gpu_blocks_override": 8,
+    "block_size": 64,
+    "max_num_batched_tokens": 128,
+    "max_num_seqs": 8,
+    "max_model_len": 384,
+}
+"""Few cache blocks and small steps: requests are preempted and prefills are cut into chunks."""
 NGRAM = {"method": "specx:ngram", "num_speculative_tokens": 8}
 
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.engine.conftest import TIGHT
 from tests.support import texts
 from tests.support.eagle import random_eagle
 from tests.support.engine import Engine, EngineError, grown, ids
+from tests.support.ranks import check_two_ranks
 from tests.support.tiny import tiny_llama
 
 pytestmark = pytest.mark.engine
@@ -105,16 +107,11 @@ def test_trained_weights_change_no_token(trained: Engine, expected: list[list[in
 
 @pytest.fixture(scope="module")
 def tight(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """Few cache blocks and small steps: requests are preempted and prefills are cut into chunks."""
     engine = Engine(
         tmp_path_factory.mktemp("tight") / "log",
         model=model,
         speculative_config=speculation(TRAINED),
-        num_gpu_blocks_override=8,
-        block_size=64,
-        max_num_batched_tokens=128,
-        max_num_seqs=8,
-        max_model_len=384,
+        **TIGHT,
     )
     yield engine
     engine.close()
@@ -195,30 +192,7 @@ def test_two_hundred_requests_come_and_go(trained: Engine) -> None:
 def test_two_ranks_say_what_one_says(version: int, tmp_path: Path) -> None:
     target = tiny_llama(tmp_path / "target")
     draft = random_eagle(tmp_path / "draft", target, version)
-    small: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 256}
-    prompts = [[5, 6, 7 + i] for i in range(5)]
-    said = []
-    for ranks in (1, 2):
-        engine = Engine(
-            tmp_path / f"log{ranks}",
-            env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-            model=target,
-            speculative_config=speculation(draft) if ranks == 2 else None,
-            tensor_parallel_size=ranks,
-            **small,
-        )
-        try:
-            got, _, drafted, _ = counted(
-                engine,
-                lambda e=engine: ids(
-                    e.tokens(prompts, max_tokens=40, ignore_eos=True, detokenize=False)
-                ),
-            )
-            assert (drafted > 100) == (ranks == 2)
-            said.append(got)
-        finally:
-            engine.close()
-    assert said[0] == said[1]
+    check_two_ranks(tmp_path, target, speculation(draft))
 
 
 def test_a_draft_of_another_target_is_refused(model: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.conftest import Script, scripted_engine
+from tests.engine.conftest import TIGHT, Script, scripted_engine
 from tests.support import texts
 from tests.support.engine import Engine, grown, ids
 
@@ -44,16 +44,11 @@ def test_ngram_equals_no_speculation_when_the_prefix_is_cached(
 
 @pytest.fixture(scope="module")
 def tight(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """Few cache blocks and small steps: requests are preempted and prefills are cut into chunks."""
     engine = Engine(
         tmp_path_factory.mktemp("tight") / "log",
         model=model,
         speculative_config={"method": "specx:ngram", "num_speculative_tokens": 8},
-        num_gpu_blocks_override=8,
-        block_size=64,
-        max_num_batched_tokens=128,
-        max_num_seqs=8,
-        max_model_len=384,
+        **TIGHT,
     )
     yield engine
     engine.close()

@@ -12,6 +12,7 @@ import torch
 from tests.support import texts
 from tests.support.engine import Engine, EngineError, grown, ids
 from tests.support.heads import random_heads
+from tests.support.ranks import check_two_ranks
 from tests.support.tiny import tiny_llama
 
 pytestmark = pytest.mark.engine
@@ -78,36 +79,13 @@ def test_trained_heads_change_no_token(
 
 
 def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
-    target = tiny_llama(tmp_path / "target")
-    heads = random_heads(tmp_path / "heads", 128)
-    small: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 256}
     config = {
         "method": "specx:medusa",
-        "model": heads,
+        "model": random_heads(tmp_path / "heads", 128),
         "num_speculative_tokens": 4,
         "min_probability": 0.0,
     }
-    prompts = [[5, 6, 7 + i] for i in range(5)]
-    said = []
-    for ranks in (1, 2):
-        engine = Engine(
-            tmp_path / f"log{ranks}",
-            env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-            model=target,
-            speculative_config=config if ranks == 2 else None,
-            tensor_parallel_size=ranks,
-            **small,
-        )
-        try:
-            before = engine.counters()
-            said.append(
-                ids(engine.tokens(prompts, max_tokens=40, ignore_eos=True, detokenize=False))
-            )
-            drafted = grown(before, engine.counters(), "spec_decode_num_draft_tokens")
-            assert (drafted > 100) == (ranks == 2)
-        finally:
-            engine.close()
-    assert said[0] == said[1]
+    check_two_ranks(tmp_path, tiny_llama(tmp_path / "target"), config)
 
 
 def test_heads_that_are_always_right(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_drafting_after_not_drafting(version: Version) -> None:
     known = [text(20, 1), text(30, 2)]
     told = [prefill("a", known[0], budget=0), prefill("b", known[1], budget=0)]
     assert chains(drafter.propose(synthetic.context(told, version))) == [[], []]
-    assert drafter.cached_tokens() == 0
+    assert drafter.cache_use()["used"] == 0
     for step in range(30):
         known = [[*tokens, step] for tokens in known]
         told = [
@@ -211,7 +211,7 @@ def test_many_waiting_features_go_through(monkeypatch: pytest.MonkeyPatch, bound
         tokens = [*tokens, step]
         told = [Told("a", tokens, len(tokens) - 2, 1, budget=0)]
         drafter.propose(synthetic.context(told, 3))
-    assert drafter.cached_tokens() >= 16
+    assert drafter.cache_use()["used"] >= 1
     (kept,) = drafter._requests._requests["absent"].kept
     owns_only_its_rows = kept.states[0].shape[0] == kept.count
     assert owns_only_its_rows == (bound == "_WAITING_BYTES")
@@ -360,7 +360,7 @@ def test_requests_come_and_go_in_any_order() -> None:
         assert drafts == [reference(draft, each.tokens, 4) for each in told]
     ending = synthetic.context([prefill("z", text(4), budget=0)], 3, finished=list(known))
     drafter.propose(ending)
-    assert drafter.cached_tokens() == 0
+    assert drafter.cache_use()["used"] == 0
 
 
 def test_the_last_place_before_max_model_len() -> None:
@@ -395,7 +395,7 @@ def test_a_full_cache_takes_the_pages_of_the_least_accepted() -> None:
     assert drafts[0] == reference(draft, known["c"], 4)
     assert drafts[1] == reference(draft, known["a"], 4)
     assert drafts[2] == [], "b had the lowest acceptance"
-    assert drafter.cached_tokens() <= 160
+    assert drafter.cache_use()["used"] <= 10
     told = _one_more(known, "abc", 5)
     begin = len(known["b"]) - 2
     drafts = chains(drafter.propose(synthetic.context(told, 3)))

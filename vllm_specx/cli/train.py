@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from pydantic import BaseModel, ValidationError
 
 from vllm_specx.config import ConfigError
 from vllm_specx.models import embedded
+
+if TYPE_CHECKING:
+    from vllm_specx.train.target import TargetWeights
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -74,6 +77,7 @@ def medusa(
 ) -> None:
     """Generate text with the target, cache its hidden states, and train heads on them."""
     from vllm_specx.train.medusa import MedusaSettings, Trainer
+    from vllm_specx.train.target import load_target
 
     _readable(prompts, exclude)
     device = _device(device)
@@ -82,10 +86,9 @@ def medusa(
         conditioning=conditioning, depth=depth, layers=layers, inner=inner, vocab=vocab,
         epochs=epochs, learning_rate=learning_rate, seed=seed, device=device,
     )  # fmt: skip
-    model, folder, hidden = _stages(
-        target, out, prompts, tokens, text, seed, device, workers, "hidden", ()
-    )
-    _train(Trainer, settings, model, folder, hidden, out, exclude)
+    model = _model(target)
+    folder, hidden = _stages(model, out, prompts, tokens, text, seed, device, workers, "hidden", ())
+    _train(Trainer, settings, model, load_target(model), folder, hidden, out, exclude)
 
 
 @app.command()
@@ -185,13 +188,14 @@ def _eagle(
     if values["version"] == 3:
         values["aux_layers"] = aux_layers_of(model, values["aux_layers"])
     settings = _settings(EagleSettings, target=model, **values)
-    _, folder, states = _stages(
-        target, out, prompts, tokens, text, settings.seed, settings.device, workers, "states",
+    folder, states = _stages(
+        model, out, prompts, tokens, text, settings.seed, settings.device, workers, "states",
         settings.aux_layers,
     )  # fmt: skip
+    weights = load_target(model)
     with Progress("teacher", "tok") as progress:
-        teacher.make(load_target(model), folder, states, settings.device, progress.update)
-    _train(EagleTrainer, settings, model, folder, states, out, exclude)
+        teacher.make(weights, folder, states, settings.device, progress.update)
+    _train(EagleTrainer, settings, model, weights, folder, states, out, exclude)
 
 
 def _device(asked: str) -> str:
@@ -231,7 +235,7 @@ def _model(target: str) -> str:
 
 
 def _stages(
-    target: str,
+    model: str,
     out: Path,
     prompts: list[Path] | None,
     tokens: int,
@@ -241,14 +245,13 @@ def _stages(
     workers: int,
     states: str,
     aux_layers: tuple[int, ...],
-) -> tuple[str, Path, Path]:
-    """(the target's folder, text, hidden states), made as far as they are not there."""
+) -> tuple[Path, Path]:
+    """(text, hidden states) of the target in the folder `model`, made as far as they are not there."""
     from vllm_specx.train import pipeline
     from vllm_specx.train.generate import GenerateSettings
     from vllm_specx.train.hidden import HiddenSettings
 
     workers = workers or (min(2, os.cpu_count() or 1) if device == "cpu" else 1)
-    model = _model(target)
     text_settings = _settings(
         GenerateSettings, target=model, tokens=tokens, prompts=prompts or [], seed=seed
     )
@@ -259,13 +262,14 @@ def _stages(
         folder = pipeline.make_text(
             text_settings, out, workers, states=states, aux_layers=aux_layers
         )
-    return model, folder, pipeline.make_hidden(hidden_settings, folder, out, workers, states=states)
+    return folder, pipeline.make_hidden(hidden_settings, folder, out, workers, states=states)
 
 
 def _train(
     kind: Any,
     settings: BaseModel,
     model: str,
+    weights: TargetWeights,
     text: Path,
     hidden: Path,
     out: Path,
@@ -275,11 +279,10 @@ def _train(
     from vllm_specx.train.dataset import Corpus
     from vllm_specx.train.plots import plot_history
     from vllm_specx.train.progress import Progress
-    from vllm_specx.train.target import load_target
 
     corpus = Corpus(text, hidden)
     left_out = pipeline.excluded(corpus, exclude or [], model)
-    trainer = kind(settings, corpus, load_target(model), out, left_out)
+    trainer = kind(settings, corpus, weights, out, left_out)
     with Progress("heads", "steps") as progress:
         trainer.train(progress.update)
     try:

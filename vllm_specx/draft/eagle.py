@@ -155,10 +155,6 @@ class EagleDrafter:
         """Bytes of weights that drafting one more token reads."""
         return self._net.step_bytes()
 
-    def cached_tokens(self) -> int:
-        """Entries that live requests hold in pages, whole pages counted."""
-        return self._cache.used * PAGE
-
     def cache_use(self) -> dict[str, int]:
         """Pages of the cache: all of them, those that requests hold, and requests known."""
         return {

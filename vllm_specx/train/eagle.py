@@ -101,14 +101,8 @@ class EagleTrainer(BaseTrainer[EagleSettings]):
         super().__init__(settings, corpus, target, out, excluded)
 
     def _batches(self, conversations: Ints) -> Batches:
-        settings = self.settings
-        windows = self.corpus.stretches(conversations, settings.width)
-        if len(windows) < settings.sequences:
-            raise TrainError(
-                f"the text has {len(windows)} stretches to train on, fewer than one batch of "
-                f"{settings.sequences}; generate more tokens."
-            )
-        return Batches(windows, settings.sequences, settings.seed)
+        windows = self.corpus.stretches(conversations, self.settings.width)
+        return self._in_batches(windows, self.settings.sequences, "stretches")
 
     def _network(self) -> EagleNet:
         settings = self.settings

@@ -12,7 +12,6 @@ from torch import nn
 from vllm_specx.draft.checkpoints import FORMAT
 from vllm_specx.draft.medusa_heads import ParallelHeads, SequentialHeads
 from vllm_specx.train.dataset import Batches, Corpus, Ints
-from vllm_specx.train.errors import TrainError
 from vllm_specx.train.loss import fused_cross_entropy, teacher_probabilities
 from vllm_specx.train.trainer import Acceptance, BaseTrainer, TrainSettings
 
@@ -94,14 +93,8 @@ class Trainer(BaseTrainer[MedusaSettings]):
     average: Heads
 
     def _batches(self, conversations: Ints) -> Batches:
-        settings = self.settings
-        windows = self.corpus.windows(conversations, settings.width)
-        if len(windows) < settings.windows:
-            raise TrainError(
-                f"the text has {len(windows)} windows to train on, fewer than one batch of "
-                f"{settings.windows}; generate more tokens."
-            )
-        return Batches(windows, settings.windows, settings.seed)
+        windows = self.corpus.windows(conversations, self.settings.width)
+        return self._in_batches(windows, self.settings.windows, "windows")
 
     def _network(self) -> Heads:
         heads = Heads(self.settings, self.corpus.hidden_size)

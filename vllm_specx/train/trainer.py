@@ -138,6 +138,15 @@ class BaseTrainer(ABC, Generic[SettingsT]):
     def _batches(self, conversations: Ints) -> Batches:
         """The windows of the training text."""
 
+    def _in_batches(self, windows: Ints, size: int, name: str) -> Batches:
+        """`size` of the windows a batch; name: what they are called. Raises TrainError."""
+        if len(windows) < size:
+            raise TrainError(
+                f"the text has {len(windows)} {name} to train on, fewer than one batch of "
+                f"{size}; generate more tokens."
+            )
+        return Batches(windows, size, self.settings.seed)
+
     @abstractmethod
     def _network(self) -> nn.Module:
         """New heads."""
