@@ -27,7 +27,7 @@ def cycling_text(folder: Path, count: int, *, per_shard: int = 30, seed: int = 0
             tokens += [FIRST + (start + i * STRIDE) % CYCLE for i in range(given + length)]
             source += [0] * given + [spoken] * length
             offsets.append(len(tokens))
-        arrays = {
+        arrays: dict[str, np.ndarray] = {
             "tokens": np.array(tokens, np.int32),
             "source": np.array(source, np.uint8),
             "offsets": np.array(offsets, np.int64),

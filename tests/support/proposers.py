@@ -24,6 +24,7 @@ class ScriptedDrafts:
     """
 
     needs_hidden_states: ClassVar[bool] = True
+    needs_verified_rows: ClassVar[bool] = False
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -76,7 +76,9 @@ class World:
         seams.install_entry_seams()
         method = method or {"method": "draft_model", "model": model}
         config = {**method, "num_speculative_tokens": max_k}
-        keys = {} if str(config["method"]).startswith("specx:") else {"specx": {"controller": {}}}
+        keys: dict[str, Any] = (
+            {} if str(config["method"]).startswith("specx:") else {"specx": {"controller": {}}}
+        )
         vllm_config = EngineArgs(
             model=model,
             speculative_config={**config, **keys},

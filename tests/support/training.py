@@ -54,7 +54,7 @@ def tiny_target(folder: Path) -> Path:
         eos_token_id=0,
         pad_token_id=0,
     )
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = LlamaForCausalLM(config).bfloat16()
     with torch.no_grad():
         model.model.embed_tokens.weight.normal_(std=0.5)
     model.save_pretrained(folder)
@@ -77,7 +77,7 @@ def counting_text(folder: Path, count: int, *, per_shard: int = 40, seed: int = 
             tokens += [start + (i * step) % 90 for i in range(given + length)]
             source += [0] * given + [spoken] * length
             offsets.append(len(tokens))
-        arrays = {
+        arrays: dict[str, np.ndarray] = {
             "tokens": np.array(tokens, np.int32),
             "source": np.array(source, np.uint8),
             "offsets": np.array(offsets, np.int64),
