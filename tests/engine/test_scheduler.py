@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from tests.support.scheduling import Stream, World, step_seconds
-from tests.support.tiny import tiny_llama
+from tests.support.scheduling import STEP, Stream, World, step_seconds
+from tests.support.synthetic_heads import vllm_config, write
+from tests.support.tiny import VOCAB, tiny_llama
 
 BOTH = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
@@ -97,6 +100,29 @@ def test_a_long_prompt_beside_four_decodes(
     assert moved <= len(during) // 3
     world.run()
     assert [world.said[str(i)] for i in range(4)] == [480] * 4
+
+
+def test_the_cost_of_our_own_forwards_is_told_from_that_of_verifying(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Drafts of 0 to 4 tokens that take as many forwards, of 4% of a step each."""
+    heads = {f"blocks.{i}.layers.0.weight": torch.randn(128, 128) for i in range(4)}
+    shape = {"hidden_size": 128, "vocab_size": VOCAB, "num_heads": 4, "num_hidden_layers": 1}
+    write(
+        tmp_path / "heads",
+        {**heads, "lm_head.weight": torch.randn(VOCAB, 128)},
+        vllm_config(**shape),
+    )
+    method = {"method": "specx:medusa", "model": str(tmp_path / "heads")}
+    world = World(model, monkeypatch, asynchronous=False, method=method, max_k=4)
+    for i in range(2):
+        world.add(str(i), Stream(lambda said: 0.5, tokens=480))
+    for _ in range(200):
+        world.step()
+    cost = world.controller.cost
+    assert cost.draft_step == pytest.approx(0.04 * STEP, rel=0.25)
+    for drafts in (0, 4, 8):
+        assert cost.time(2, 2 + drafts) == pytest.approx(step_seconds(2, 2 + drafts, 0), rel=0.05)
 
 
 @pytest.mark.parametrize(

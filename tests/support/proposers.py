@@ -25,6 +25,7 @@ class ScriptedDrafts:
 
     needs_hidden_states: ClassVar[bool] = True
     needs_verified_rows: ClassVar[bool] = False
+    draft_steps: ClassVar[int] = 0
 
     def __init__(self, path: str) -> None:
         self.path = path

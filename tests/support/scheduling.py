@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specx.engine.plan import PLAN
+from vllm_specx.engine.plan import DRAFT_STEPS, PLAN
 
 STEP = 0.010
 MAX_MODEL_LEN = 512
@@ -106,7 +106,7 @@ class World:
             log_stats=True,
         )
         self.asynchronous = asynchronous
-        self.method = str(config["method"])
+        self.method = vllm_config.speculative_config.method
         self.max_k = max_k
         self.now = 1.0
         for module in (steering, scheduler):
@@ -117,6 +117,8 @@ class World:
         self.steps: list[Step] = []
         self._ahead: deque[tuple[Any, Any]] = deque()
         self._drafting = 0
+        self._forwards = self.method == "custom_class" and method["method"] != "specx:ngram"
+        self._lengths: dict[str, int] = {}
 
     @property
     def controller(self) -> Any:
@@ -157,11 +159,12 @@ class World:
             for answer in each.outputs:
                 self.said[answer.request_id] += len(answer.new_token_ids)
         if not self.asynchronous and output.num_spec_tokens_to_schedule:
-            drafts = [
-                self.random.integers(0, 1000, self._draft_length(name, output)).tolist()
-                for name in result.req_ids
-            ]
-            self.scheduler.update_draft_token_ids(DraftTokenIds(list(result.req_ids), drafts))
+            lengths = self._lengths or {i: self._draft_length(i, output) for i in result.req_ids}
+            drafts = [self.random.integers(0, 1000, lengths[i]).tolist() for i in result.req_ids]
+            taken = DraftTokenIds(list(result.req_ids), drafts)
+            if self._forwards:
+                setattr(taken, DRAFT_STEPS, max(lengths.values(), default=0))
+            self.scheduler.update_draft_token_ids(taken)
 
     def _draft_length(self, name: str, output: Any) -> int:
         """As many as are asked for where each costs a forward, else some."""
@@ -194,9 +197,12 @@ class World:
             sampled.append(self.random.integers(0, 1000, hits + 1).tolist())
             prefill |= output.num_scheduled_tokens[name] != drafted + 1
         asked = output.num_spec_tokens_to_schedule
+        if self._forwards:
+            self._lengths = {name: self._draft_length(name, output) for name in names}
+            self._drafting = max(self._lengths.values(), default=0)
         self.now += step_seconds(
             len(names), sum(output.num_scheduled_tokens.values()),
-            self._drafting if self.method == "draft_model" else 0,
+            self._drafting if self._forwards or self.method == "draft_model" else 0,
         ) * float(self.random.lognormal(0.0, 0.02))  # fmt: skip
         self._drafting = max(asked, 1)  # vLLM runs a draft model's first forward at K=0 too
         drafted_now = {name: len(spec.get(name, ())) for name in names}

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from vllm_specx.config import AutoConfig, ConfigError, NgramConfig, parse
-from vllm_specx.draft.auto import _PROBE_AFTER, AutoDrafter
+from vllm_specx.draft.auto import AutoDrafter
+from vllm_specx.draft.gate import _PROBE_AFTER, _PROBED, agreeing
 from vllm_specx.draft.ngram import NgramLookahead
+from vllm_specx.draft.paced import PacedDrafter
 from vllm_specx.draft.proposer import DraftContext
-from vllm_specx.draft.prospects import Prospects, accepted_of
+from vllm_specx.draft.prospects import Prospects
 from vllm_specx.draft.tree import EMPTY_DRAFT, DraftTree
 
 DEPTH = 4
@@ -21,22 +23,33 @@ COSTS = 1.0 + 0.02 * np.arange(64)
 
 
 class Oracle:
-    """Knows the texts; drafts as much as it is asked for, with every token wrong if told so."""
+    """Knows the texts; drafts as much as it is asked for, or `most`, every token wrong if told so."""
 
     needs_hidden_states: ClassVar[bool] = False
     needs_verified_rows: ClassVar[bool] = False
+    depth: ClassVar[int] = DEPTH
 
-    def __init__(self, texts: dict[str, list[int]], wrong: bool = False) -> None:
-        self.texts, self.wrong = texts, wrong
+    def __init__(
+        self, texts: dict[str, list[int]], wrong: bool, acceptance: Sequence[float], most: int
+    ) -> None:
+        self.texts, self.wrong, self.most = texts, wrong, most
+        self.acceptance = acceptance
+        self.stops_early = most < DEPTH
+        self.draft_steps = 0
         self.asked: list[list[int]] = []
+
+    def forwards(self, depth: int) -> int:
+        return depth
 
     def propose(self, context: DraftContext) -> list[DraftTree]:
         self.asked.append(context.budgets.tolist())
+        self.draft_steps = int(context.budgets.max())
         drafts = []
         for request, n, budget in zip(
             context.request_ids, context.num_tokens, context.budgets, strict=True
         ):
-            following = np.array(self.texts[request][int(n) : int(n) + int(budget)], np.int32)
+            last = int(n) + min(int(budget), self.most)
+            following = np.array(self.texts[request][int(n) : last], np.int32)
             drafts.append(DraftTree.chain(following + self.wrong) if budget else EMPTY_DRAFT)
         return drafts
 
@@ -50,14 +63,17 @@ def decode(
     step_share: float = 0.1,
     begin: int = 20,
     cut: int = 64,
+    most: int = DEPTH,
+    alone: bool = False,
 ) -> tuple[Oracle, list[list[DraftTree]]]:
     """Decode the texts in a batch, as a target does that says them; all drafts by step. cut: tokens
-    of a draft that are verified at most."""
-    oracle = Oracle(texts, wrong)
-    ngram = NgramLookahead(NgramConfig(), max_batch=8, max_model_len=600, max_draft=16)
-    drafter = AutoDrafter(
-        ngram, oracle, depth=DEPTH, step_share=step_share, prospects=Prospects(DEPTH, acceptance)
-    )
+    of a draft that are verified at most. step_share: what a forward of the draft costs, in steps. alone:
+    without an n-gram lookahead."""
+    oracle = Oracle(texts, wrong, acceptance, most)
+    drafter: PacedDrafter | AutoDrafter = PacedDrafter(oracle, DEPTH)
+    if not alone:
+        ngram = NgramLookahead(NgramConfig(), len(texts), max_model_len=600, max_draft=16)
+        drafter = AutoDrafter(ngram, oracle, depth=DEPTH)
     names = list(texts)
     token_ids = np.zeros((len(names), 600), np.int32)
     for row, name in enumerate(names):
@@ -81,12 +97,13 @@ def decode(
                 finished=[],
                 vocab_size=50_000,
                 costs=costs,
+                draft_cost=None if costs is None else step_share * float(costs[0]),
             )
         )
         made.append(drafts)
         for name, draft in zip(names, drafts, strict=True):
             text, n = texts[name], length[name]
-            right = accepted_of(draft.tokens[:cut], text[n:])
+            right = agreeing(draft.tokens[:cut], text[n:])
             sampled[name] = text[n : n + right + 1]
             length[name] = n + right + 1
     return oracle, made
@@ -127,12 +144,33 @@ def test_each_request_has_its_own_source() -> None:
     assert (later[:, 1] > 0).mean() < 0.2
 
 
-def test_a_trained_draft_that_is_always_wrong_is_left_alone_but_for_probes() -> None:
-    oracle, _ = decode({"r": fresh(600)}, wrong=True)
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_trained_draft_that_is_always_wrong_is_left_alone_but_for_probes(alone: bool) -> None:
+    oracle, _ = decode({"r": fresh(600)}, wrong=True, alone=alone)
     asked = [budgets[0] for budgets in oracle.asked]
     late = asked[100:]
     assert 0 < sum(n > 0 for n in late) <= len(late) // _PROBE_AFTER + 1
-    assert max(late) == 1
+
+
+def test_probes_are_of_a_few_requests_and_of_all_in_turn() -> None:
+    oracle, _ = decode({str(n): fresh(580, n) for n in range(16)}, wrong=True, alone=True)
+    probes = np.array([asked for asked in oracle.asked[60:] if any(asked)]) > 0
+    assert len(probes) >= 8
+    assert (probes.sum(1) == 16 // _PROBED).all()
+    assert probes[:8].any(0).all()
+
+
+def test_a_draft_that_ends_early_is_judged_by_what_it_makes() -> None:
+    """It is always right, but says one token of the four it is asked for: dear forwards do not pay."""
+    for share, pays in ((0.1, True), (0.7, False)):
+        oracle, _ = decode({"r": fresh(600)}, most=1, step_share=share, alone=True)
+        late = [budgets[0] > 0 for budgets in oracle.asked[50:]]
+        assert (np.mean(late) > 0.9) == pays
+
+
+def test_alone_it_drafts_always_until_costs_are_known() -> None:
+    oracle, _ = decode({"r": fresh(200)}, wrong=True, alone=True, costs=None)
+    assert all(asked == [DEPTH] for asked in oracle.asked)
 
 
 def test_a_dear_draft_must_promise_more() -> None:
@@ -149,23 +187,26 @@ def test_nothing_is_asked_where_verifying_is_dear() -> None:
 
 def test_prospects_follow_what_happens() -> None:
     prospects = Prospects(3, (0.6, 0.5))
-    assert prospects.reach(["a"])[0] == pytest.approx([0.6, 0.3, 0.15])
+    made, accepted = prospects.reach(["a"])
+    assert made[0] == pytest.approx([1.0, 1.0, 1.0])
+    assert accepted[0] == pytest.approx([0.6, 0.3, 0.15])
     for _ in range(40):
-        prospects.learn("a", 3, 3)
-        prospects.learn("b", 3, 0)
-    reach = prospects.reach(["a", "b", "c"])
+        prospects.learn("a", 3, 3, 3, failed=False)
+        prospects.learn("b", 3, 1, 0, failed=True)
+    made, reach = prospects.reach(["a", "b", "c"])
+    assert made[1, 0] > 0.9 and made[1, 1] < 0.15 and made[0, 2] > 0.9
     assert reach[0, 2] > 0.6
     assert reach[1, 0] < 0.15
     assert reach[1, 0] < reach[2, 0] < reach[0, 0]
     prospects.forget(["a", "b"])
-    assert (prospects.reach(["a"]) == prospects.reach(["c"])).all()
+    assert (prospects.reach(["a"])[1] == prospects.reach(["c"])[1]).all()
 
 
 def test_accepted_tokens_of_a_chain() -> None:
-    assert accepted_of(np.array([1, 2, 3]), [1, 2, 9]) == 2
-    assert accepted_of(np.array([1, 2, 3]), [1, 2, 3, 4]) == 3
-    assert accepted_of(np.array([1, 2, 3]), [1]) == 1
-    assert accepted_of(np.array([], np.int32), [1]) == 0
+    assert agreeing(np.array([1, 2, 3]), [1, 2, 9]) == 2
+    assert agreeing(np.array([1, 2, 3]), [1, 2, 3, 4]) == 3
+    assert agreeing(np.array([1, 2, 3]), [1]) == 1
+    assert agreeing(np.array([], np.int32), [1]) == 0
 
 
 def test_the_configuration_has_both_parts() -> None:

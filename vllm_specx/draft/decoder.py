@@ -143,14 +143,8 @@ class DecoderLayer:
     @property
     def bytes(self) -> int:
         """Of the weights and their packed copies."""
-        return sum(product.bytes for product in self._products())
-
-    def step_bytes(self) -> int:
-        """Of one copy of the weights."""
-        return sum(product.weight.nbytes for product in self._products())
-
-    def _products(self) -> tuple[Dense, ...]:
-        return self._qkv, self._out, self._gate_up, self._down
+        products = (self._qkv, self._out, self._gate_up, self._down)
+        return sum(product.bytes for product in products)
 
     def forward(
         self,

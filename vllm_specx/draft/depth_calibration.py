@@ -43,6 +43,12 @@ class DepthCalibration:
         rates: FloatArray = self._right / self._seen
         return rates
 
+    def usual(self) -> FloatArray:
+        """float64 [depth]: the share of tokens that were accepted at each depth, whatever their
+        probability."""
+        rates: FloatArray = self._right.sum(1) / self._seen.sum(1)
+        return rates
+
     def estimate(self, probabilities: npt.NDArray[np.floating]) -> FloatArray:
         """probabilities [..., depth or fewer] of the heads' tokens -> acceptance, same shape."""
         depth = np.arange(probabilities.shape[-1])

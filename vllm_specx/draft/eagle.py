@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 
 from vllm_specx.draft.attention import Window, attend_rows
+from vllm_specx.draft.chain_rule import ChainRule
+from vllm_specx.draft.chains import ChainSteps, draw
 from vllm_specx.draft.checkpoints import CheckpointError
 from vllm_specx.draft.decoder import Attend, Rotation
 from vllm_specx.draft.depth_calibration import DepthCalibration
@@ -19,15 +21,13 @@ from vllm_specx.draft.eagle_config import EagleConfig
 from vllm_specx.draft.eagle_net import EagleNet
 from vllm_specx.draft.eagle_requests import Piece, Request, Requests
 from vllm_specx.draft.eagle_weights import EagleWeights
-from vllm_specx.draft.lengths import chain_lengths
-from vllm_specx.draft.outcomes import Guess, Outcomes, to_host
+from vllm_specx.draft.outcomes import Guess, Outcomes
 from vllm_specx.draft.paged_cache import PAGE, PagedCache
 from vllm_specx.draft.proposer import DraftContext, VerifiedRows
-from vllm_specx.draft.tree import EMPTY_DRAFT, DraftTree, IntArray
+from vllm_specx.draft.tree import EMPTY_DRAFT, DraftTree
 
 FloatArray = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]
-_Steps = Generator[tuple[torch.Tensor, torch.Tensor], torch.Tensor | None, None]
 
 _DEPTH = 16
 """The longest draft."""
@@ -143,17 +143,25 @@ class EagleDrafter:
         self._requests = Requests(self._cache)
         self._waiting_rows = 0
         self.depth = _DEPTH
+        self.draft_steps = 0
+        self.stops_early = self._device.type == "cpu"
         self.acceptance = weights.acceptance
-        self._calibration = DepthCalibration(_DEPTH, weights.acceptance)
-        self._outcomes = Outcomes(self._calibration)
+        calibration = DepthCalibration(_DEPTH, weights.acceptance)
+        self._outcomes = Outcomes(calibration)
+        self.rule = ChainRule(
+            calibration,
+            min_probability=config.min_probability,
+            token_cost=config.token_cost,
+            on_cpu=self.stops_early,
+        )
 
     def memory(self) -> int:
         """Bytes: weights that are the draft's own, their packed copies, and the whole cache."""
         return self._net.bytes + self._cache.nbytes
 
-    def step_bytes(self) -> int:
-        """Bytes of weights that drafting one more token reads."""
-        return self._net.step_bytes()
+    def forwards(self, depth: int) -> int:
+        """See draft.proposer.TrainedDrafter."""
+        return depth
 
     def cache_use(self) -> dict[str, int]:
         """Pages of the cache: all of them, those that requests hold, and requests known."""
@@ -175,6 +183,7 @@ class EagleDrafter:
             raise
 
     def _propose(self, context: DraftContext) -> list[DraftTree]:
+        self.draft_steps = 0
         for name, right in self._outcomes.learn(context).items():
             self._requests.judge(name, right)
         for name in context.finished:
@@ -191,8 +200,11 @@ class EagleDrafter:
         state = self._absorb(works, context, verified, depth)
         if state is None:
             return drafts
-        tokens, probabilities, made = self._chains(state, budgets, depth, context.costs)
-        lengths = self._lengths(probabilities, np.minimum(budgets, made), context.costs)
+        goes_on = self.rule.goes_on(budgets, context) if self.stops_early else None
+        chains = draw(self._steps(state, depth), len(budgets), depth, goes_on)
+        tokens, probabilities, made = chains.tokens, chains.probabilities, chains.made
+        self.draft_steps = chains.steps
+        lengths = self.rule.lengths(probabilities, np.minimum(budgets, made), context)
         depths = np.arange(depth, dtype=np.int32)
         for j, i in enumerate(drafting):
             drafts[i] = DraftTree.chain(tokens[j, : lengths[j]])
@@ -409,40 +421,7 @@ class EagleDrafter:
             last = features.index_select(0, self._moved(np.array(rows, np.int64)))
             self._cache.edges.index_copy_(0, self._moved(np.array(pages, np.int64)), last)
 
-    def _chains(
-        self, state: _State, budgets: IntArray, depth: int, costs: FloatArray | None
-    ) -> tuple[IntArray, npt.NDArray[np.float32], IntArray]:
-        """tokens, probabilities [B, depth], and how many of each row were made, int32 [B]."""
-        if not self._on_cpu:
-            all_steps = list(self._steps(state, depth))
-            tokens, probabilities = to_host(
-                torch.stack([token for token, _ in all_steps], 1),
-                torch.stack([probability for _, probability in all_steps], 1),
-            )
-            return tokens, probabilities, np.full(len(budgets), depth, np.int32)
-        tokens = np.zeros((len(budgets), depth), np.int32)
-        probabilities = np.zeros((len(budgets), depth), np.float32)
-        made = np.zeros(len(budgets), np.int32)
-        going = np.arange(len(budgets))
-        steps = self._steps(state, depth)
-        keep: torch.Tensor | None = None
-        for d in range(depth):
-            token, probability = next(steps) if not d else steps.send(keep)
-            tokens[going, d], probabilities[going, d] = token.numpy(), probability.numpy()
-            made[going] = d + 1
-            if d + 1 == depth:
-                break
-            lengths = self._lengths(probabilities[:, : d + 1], np.minimum(budgets, made), costs)
-            stay = (lengths[going] > d) & (budgets[going] > d + 1)
-            if not stay.any():
-                break
-            keep = None
-            if stay.sum() <= 0.75 * len(going):
-                keep = torch.from_numpy(np.flatnonzero(stay))
-                going = going[stay]
-        return tokens, probabilities, made
-
-    def _steps(self, state: _State, depth: int) -> _Steps:
+    def _steps(self, state: _State, depth: int) -> ChainSteps:
         """Each depth's tokens and probabilities [B]; takes the rows int64 [n] that go on, or None."""
         moved, residual, positions = state.moved, state.residual, state.positions
         for d in range(depth):
@@ -468,21 +447,6 @@ class EagleDrafter:
                 if n:
                     x, residual = self._net.between(n, moved, residual)
                 moved, residual = layer.forward(x, residual, rotation, attend)
-
-    def _lengths(
-        self,
-        probabilities: npt.NDArray[np.float32],
-        budgets: IntArray,
-        costs: FloatArray | None,
-    ) -> IntArray:
-        return chain_lengths(
-            self._calibration.estimate(probabilities),
-            budgets,
-            costs,
-            min_probability=self._config.min_probability,
-            token_cost=self._config.token_cost,
-            default_cost=0.05 if self._on_cpu else 0.01,
-        )
 
     def _moved(self, places: Places) -> torch.Tensor:
         return torch.from_numpy(places).to(self._device, non_blocking=True)

@@ -66,11 +66,6 @@ class EagleNet:
             + (0 if weights.embeddings is None else embeddings.nbytes)
         )
 
-    def step_bytes(self) -> int:
-        """What one draft step reads of weights: one copy of the layers and lm_head."""
-        fc = self._fc.weight.nbytes if self.version == 1 and self._fc is not None else 0
-        return fc + self._lm_head.weight.nbytes + sum(layer.step_bytes() for layer in self.layers)
-
     def features(self, states: Sequence[torch.Tensor]) -> torch.Tensor:
         """The target's states, [R, size] each or joined [R, sum of sizes] -> [R, hidden]."""
         joined = states[0] if len(states) == 1 else torch.cat(tuple(states), -1)

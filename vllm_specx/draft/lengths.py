@@ -28,14 +28,54 @@ def goodput_lengths(reach: FloatArray, budgets: IntArray, costs: FloatArray) -> 
     falling = np.minimum.accumulate(reach, axis=1).ravel()[places]
     order = np.argsort(-falling, kind="stable")
     gain = size + np.concatenate([[0.0], np.cumsum(falling[order])])
-    tokens = np.arange(len(gain))
-    slope = costs[-1] - costs[-2] if len(costs) > 1 else 0.0
-    time = np.interp(tokens, np.arange(len(costs)), costs)
-    time += slope * np.maximum(tokens - (len(costs) - 1), 0)
-    best = int(np.argmax(gain / time))
+    best = int(np.argmax(gain / step_times(costs, np.arange(len(gain)))))
     rows = places[order[:best]] // depth
     lengths: IntArray = np.bincount(rows, minlength=size).astype(np.int32)
     return lengths
+
+
+def step_times(costs: FloatArray, tokens: npt.ArrayLike) -> FloatArray:
+    """Of steps that verify so many draft tokens in all, fractions interpolated; beyond the end of
+    costs (DraftContext.costs) it goes on in a straight line."""
+    tokens = np.asarray(tokens, np.float64)
+    last = len(costs) - 1
+    slope = costs[-1] - costs[-2] if last else 0.0
+    times: FloatArray = np.interp(tokens, np.arange(len(costs)), costs)
+    times += slope * np.maximum(tokens - last, 0.0)
+    return times
+
+
+def goes_on(
+    acceptance: FloatArray,
+    made: IntArray,
+    lengths: IntArray,
+    budgets: IntArray,
+    following: float,
+    costs: FloatArray | None,
+    draft_cost: float | None,
+) -> npt.NDArray[np.bool_]:
+    """Which chains deserve one more token, bool [B], when all those that go on take d tokens now.
+
+    acceptance: [B, d], of each token given those before it. made, lengths: int [B], tokens of each
+        chain, and how many of them deserve to be verified. following: acceptance of the tokens at
+        depth d + 1, usually. costs, draft_cost: see DraftContext; None: whoever is worth verifying so
+        far goes on.
+    """
+    depth = acceptance.shape[1]
+    stay: npt.NDArray[np.bool_] = (made == depth) & (lengths == depth) & (budgets > depth)
+    if costs is None or draft_cost is None or not stay.any():
+        return stay
+    reach = np.cumprod(acceptance, axis=1, dtype=np.float64)
+    inside = np.arange(depth) < lengths[:, None]
+    verified = int(lengths.sum())
+    now, then = step_times(costs, [verified, verified + int(stay.sum())])
+    price = (len(lengths) + float(reach[inside].sum())) / now
+    token = price * (then - now) / int(stay.sum())
+    gain = np.where(stay, reach[:, -1] * following - token, 0.0)
+    stay &= gain > 0.0
+    if gain[stay].sum() <= price * draft_cost:
+        stay[:] = False
+    return stay
 
 
 def chain_lengths(

@@ -10,10 +10,11 @@ import numpy.typing as npt
 import torch
 
 from vllm_specx.draft.best_first import fixed_tree, parallel_tree
+from vllm_specx.draft.chain_rule import ChainRule
+from vllm_specx.draft.chains import Chains, ChainSteps, draw
 from vllm_specx.draft.checkpoints import CheckpointError, HeadWeights
 from vllm_specx.draft.dense import Dense
 from vllm_specx.draft.depth_calibration import DepthCalibration
-from vllm_specx.draft.lengths import chain_lengths
 from vllm_specx.draft.medusa_config import MedusaConfig
 from vllm_specx.draft.medusa_heads import ParallelHeads, SequentialHeads, sequential_from
 from vllm_specx.draft.outcomes import Guess, Outcomes, to_host
@@ -89,10 +90,17 @@ class MedusaDrafter:
             self._parallel = ParallelHeads(heads.blocks.to(self._device, self._dtype), biases)
             self._parallel.pack()
         self.depth = heads.depth
+        self.draft_steps = 0
         self.acceptance = heads.acceptance
         self._scale = heads.logit_scale
         self._calibration = DepthCalibration(heads.depth, heads.acceptance)
         self._outcomes = Outcomes(self._calibration)
+        self.rule = ChainRule(
+            self._calibration,
+            min_probability=config.min_probability,
+            token_cost=config.token_cost,
+            on_cpu=self._on_cpu,
+        )
         self._fixed = fixed_tree(config.choices) if config.choices else None
         if self._fixed is not None and int(self._fixed[0].max()) >= heads.depth:
             raise CheckpointError(
@@ -128,22 +136,20 @@ class MedusaDrafter:
         self._lm_head = Dense(weight.detach().to(self._device).contiguous())
         self._lm_head.pack()
 
-    def step_bytes(self) -> int:
-        """Bytes of weights that drafting one more token reads."""
-        net: torch.nn.Module | None = self._sequential or self._parallel
-        assert net is not None
-        tensors = {t.data_ptr(): t for t in (*net.parameters(), *net.buffers())}
-        size = sum(t.nbytes for t in tensors.values())
-        if self._own is not None:
-            return (size + self._own.nbytes) // self.depth
-        if self._parallel is not None:
-            return (size + self._lm_head.weight.nbytes) // self.depth
-        return size + self._lm_head.weight.nbytes
+    @property
+    def stops_early(self) -> bool:
+        """See draft.proposer.TrainedDrafter."""
+        return self._sequential is not None and self._on_cpu
+
+    def forwards(self, depth: int) -> int:
+        """See draft.proposer.TrainedDrafter: parallel heads answer together."""
+        return depth if self._parallel is None else 1
 
     @torch.inference_mode()
     def propose(self, context: DraftContext) -> list[DraftTree]:
         """One draft a request, of at most its budget; see draft.proposer.DraftContext."""
         self._outcomes.learn(context)
+        self.draft_steps = 0
         active = np.flatnonzero(context.budgets > 0)
         drafts = [EMPTY_DRAFT] * len(context.request_ids)
         if not len(active):
@@ -156,11 +162,13 @@ class MedusaDrafter:
         budgets = context.budgets[active]
         last = context.token_ids[context.rows[active], context.num_tokens[active] - 1]
         if self._config.topology == "chain":
-            made = self._chains(hidden, last, budgets, context.costs)
-        elif self._parallel is not None:
-            made = self._parallel_trees(hidden, budgets)
+            made = self._chains(hidden, last, budgets, context)
         else:
-            made = self._sequential_trees(hidden, last, budgets)
+            self.draft_steps = self.forwards(self.depth)
+            if self._parallel is not None:
+                made = self._parallel_trees(hidden, budgets)
+            else:
+                made = self._sequential_trees(hidden, last, budgets)
         for i, each in zip(active, made, strict=True):
             drafts[i] = each.draft
             guess = Guess(each.guessed, each.depths, each.probabilities, int(context.num_tokens[i]))
@@ -183,63 +191,55 @@ class MedusaDrafter:
         return draft_ids if self._token_map is None else self._token_map[draft_ids]
 
     def _chains(
-        self, hidden: torch.Tensor, last: IntArray, budgets: IntArray, costs: FloatArray | None
+        self, hidden: torch.Tensor, last: IntArray, budgets: IntArray, context: DraftContext
     ) -> list[_Made]:
         depth = min(self.depth, int(budgets.max()))
         if self._parallel is not None:
             logits = self.logits(hidden, depth)
             best = logits.max(-1).indices
             chosen = torch.softmax(logits, -1).gather(-1, best[..., None])[..., 0]
-            tokens, probabilities = to_host(self._targets(best).T, chosen.T)
+            chains = Chains(
+                *to_host(self._targets(best).T, chosen.T), np.full(len(budgets), depth, np.int32), 1
+            )
         else:
-            tokens, probabilities = self._sequential_chain(hidden, last, budgets, costs)
-        acceptance = self._calibration.estimate(probabilities)
-        lengths = self._lengths(acceptance, budgets, costs)
+            chains = self._sequential_chains(hidden, last, budgets, depth, context)
+        self.draft_steps = chains.steps
+        tokens, probabilities, made = chains.tokens, chains.probabilities, chains.made
+        lengths = self.rule.lengths(probabilities, np.minimum(budgets, made), context)
         depths = np.arange(tokens.shape[1], dtype=np.int32)
         return [
             _Made(
+                DraftTree.chain(tokens[i, : lengths[i]]),
                 DraftTree.chain(tokens[i, :n]),
-                DraftTree.chain(tokens[i]),
-                depths,
-                probabilities[i],
+                depths[:n],
+                probabilities[i, :n],
             )
-            for i, n in enumerate(lengths)
+            for i, n in enumerate(made.tolist())
         ]
 
-    def _lengths(
-        self, acceptance: FloatArray, budgets: IntArray, costs: FloatArray | None
-    ) -> IntArray:
-        return chain_lengths(
-            acceptance,
-            budgets,
-            costs,
-            min_probability=self._config.min_probability,
-            token_cost=self._config.token_cost,
-            default_cost=0.05 if self._on_cpu else 0.01,
-        )
+    def _sequential_chains(
+        self,
+        hidden: torch.Tensor,
+        last: IntArray,
+        budgets: IntArray,
+        depth: int,
+        context: DraftContext,
+    ) -> Chains:
+        goes_on = self.rule.goes_on(budgets, context) if self.stops_early else None
+        return draw(self._sequential_steps(hidden, last), len(budgets), depth, goes_on)
 
-    def _sequential_chain(
-        self, hidden: torch.Tensor, last: IntArray, budgets: IntArray, costs: FloatArray | None
-    ) -> tuple[IntArray, npt.NDArray[np.float32]]:
+    def _sequential_steps(self, state: torch.Tensor, last: IntArray) -> ChainSteps:
         assert self._sequential is not None
         token = torch.from_numpy(last.astype(np.int64)).to(self._device, non_blocking=True)
-        state = hidden
-        tokens, probabilities = [], []
-        depth = min(self.depth, int(budgets.max()))
-        for d in range(depth):
+        while True:
             state = self._sequential(state, self._embed(token))
             logits = self._logits(state)
             best = logits.max(-1).indices
-            probabilities.append(torch.softmax(logits, -1).gather(-1, best[:, None])[:, 0])
+            probability = torch.softmax(logits, -1).gather(-1, best[:, None])[:, 0]
             token = self._targets(best)
-            tokens.append(token)
-            if self._on_cpu and d + 1 < depth:
-                # No transfer here: on other devices every depth is drafted.
-                so_far = torch.stack(probabilities, 1).float().numpy()
-                acceptance = self._calibration.estimate(so_far)
-                if not (self._lengths(acceptance, budgets, costs) == d + 1).any():
-                    break
-        return to_host(torch.stack(tokens, 1), torch.stack(probabilities, 1))
+            keep = yield token, probability
+            if keep is not None:
+                state, token = state.index_select(0, keep), token.index_select(0, keep)
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._embeddings[tokens.to(self._embeddings.device)].to(self._device, self._dtype)

@@ -79,6 +79,7 @@ class NgramLookahead:
 
     needs_hidden_states: ClassVar[bool] = False
     needs_verified_rows: ClassVar[bool] = False
+    draft_steps: ClassVar[int] = 0
 
     def __init__(
         self, config: NgramConfig, max_batch: int, max_model_len: int, max_draft: int

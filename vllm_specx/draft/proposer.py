@@ -51,6 +51,7 @@ class DraftContext:
     vocab_size: a drafted id must be below it.
     costs: float64 [N], the time of a step of this batch that verifies 0, 1, ... N - 1 draft tokens
         in all, in any unit; None while it is not known.
+    draft_cost: the time of one forward of the draft, in the unit of costs; None while it is not known.
     hidden_states: [B, hidden] of the target, at each request's last accepted row; None unless the
         proposer asks for them.
     verified: the states of all tokens of this step; None unless the proposer asks for them.
@@ -70,6 +71,7 @@ class DraftContext:
     finished: Sequence[str]
     vocab_size: int
     costs: npt.NDArray[np.float64] | None = None
+    draft_cost: float | None = None
     hidden_states: torch.Tensor | None = None
     verified: VerifiedRows | None = None
     state_keys: Sequence[str | None] | None = None
@@ -88,6 +90,34 @@ class Proposer(Protocol):
         """Whether it reads DraftContext.verified."""
         ...
 
+    @property
+    def draft_steps(self) -> int:
+        """Forwards of a draft that the last propose() made; what costs no forward has none."""
+        ...
+
     def propose(self, context: DraftContext) -> list[DraftTree]:
         """One draft a request, in the order of `context.request_ids`."""
+        ...
+
+
+class TrainedDrafter(Proposer, Protocol):
+    """A proposer whose drafts cost forwards of its own: heads, EAGLE, a draft model."""
+
+    @property
+    def depth(self) -> int:
+        """Tokens of a draft at most."""
+        ...
+
+    @property
+    def acceptance(self) -> Sequence[float]:
+        """Of each depth given the one before, as measured in training; may be shorter than depth."""
+        ...
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether it makes fewer tokens than it was asked for, where they promise too little."""
+        ...
+
+    def forwards(self, depth: int) -> int:
+        """How many forwards a draft of `depth` tokens takes."""
         ...

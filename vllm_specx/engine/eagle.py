@@ -12,7 +12,7 @@ from vllm_specx.draft.eagle_checkpoints import load_eagle, most_frequent
 from vllm_specx.draft.eagle_weights import EagleWeights
 from vllm_specx.draft.paged_cache import PAGE
 from vllm_specx.draft.proposer import Proposer
-from vllm_specx.engine.heads import head_and_embeddings, local_folder
+from vllm_specx.engine.heads import head_and_embeddings, local_folder, paced
 from vllm_specx.engine.proposers import EngineProposer
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -42,7 +42,7 @@ class EagleProposer(EngineProposer):
         return settings
 
     def load_model(self, target_model: Any) -> None:
-        self.proposer = eagle_drafter(self, self._settings(), target_model)
+        self.proposer = paced(self, eagle_drafter(self, self._settings(), target_model))
 
 
 def eagle_drafter(

@@ -11,7 +11,9 @@ import torch
 from vllm_specx import config
 from vllm_specx.draft.checkpoint_files import kind_of_checkpoint
 from vllm_specx.draft.checkpoints import CheckpointError, TargetShape, load_heads
+from vllm_specx.draft.eagle import EagleDrafter
 from vllm_specx.draft.medusa import MedusaDrafter
+from vllm_specx.draft.paced import PacedDrafter
 from vllm_specx.draft.proposer import Proposer
 from vllm_specx.engine.proposers import EngineProposer
 
@@ -34,7 +36,15 @@ class MedusaProposer(EngineProposer):
     def load_model(self, target_model: Any) -> None:
         settings = self.specx_config()
         assert isinstance(settings, config.MedusaConfig)
-        self.proposer = medusa_drafter(self, settings, target_model)
+        drafter = medusa_drafter(self, settings, target_model)
+        self.proposer = paced(self, drafter) if settings.topology == "chain" else drafter
+
+
+def paced(proposer: EngineProposer, drafter: MedusaDrafter | EagleDrafter) -> Proposer:
+    """The drafter, left out where it does not pay; as it is, if the configuration says when to draft."""
+    if not drafter.rule.by_goodput:
+        return drafter
+    return PacedDrafter(drafter, proposer.num_speculative_tokens)
 
 
 def medusa_drafter(

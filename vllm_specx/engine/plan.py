@@ -10,11 +10,14 @@ import numpy.typing as npt
 
 PLAN = "specx_plan"
 """The attribute of SchedulerOutput."""
+DRAFT_STEPS = "specx_draft_steps"
+"""The attribute of vLLM's DraftTokenIds, on its way back: forwards of the draft that it took."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """limits: the most draft tokens of each request by id. costs: see DraftContext.costs."""
+    """limits: the most draft tokens of each request by id. costs, draft_cost: see DraftContext."""
 
     limits: Mapping[str, int]
     costs: npt.NDArray[np.float64] | None = None
+    draft_cost: float | None = None

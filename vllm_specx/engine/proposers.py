@@ -47,6 +47,8 @@ class EngineProposer(ABC):
         self.requests: dict[str, Any] = {}
         # Ids that have ended; after a fault the proposer is told of them again.
         self.ended: list[str] = []
+        # Forwards of the draft since the scheduler was last told.
+        self.draft_steps = 0
         self.proposer = self.build()
 
     @abstractmethod

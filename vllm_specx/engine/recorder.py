@@ -35,6 +35,7 @@ class Recorder:
 
     needs_hidden_states: ClassVar[bool] = False
     needs_verified_rows: ClassVar[bool] = True
+    draft_steps: ClassVar[int] = 0
 
     def __init__(self, path: Path) -> None:
         # Unbuffered and appending: the reader truncates the file between two calls of the engine.

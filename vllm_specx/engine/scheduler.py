@@ -12,6 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_specx import config
 from vllm_specx.control.cost import CostPrior
+from vllm_specx.engine.plan import DRAFT_STEPS
 from vllm_specx.engine.pools import stamp_salt
 from vllm_specx.engine.steering import VARYING, Steering, weight_bytes
 from vllm_specx.engine.translate import SELECTED
@@ -19,6 +20,8 @@ from vllm_specx.engine.translate import SELECTED
 logger = logging.getLogger(f"vllm.{__name__}")
 
 T = TypeVar("T")
+_DRAFT_SHARE = (0.05, 0.1)
+"""Of a target's step, what a forward of the draft takes until it is measured: ours, vLLM's own."""
 
 
 class _Steered:
@@ -39,18 +42,19 @@ class _Steered:
         settings = config.parse(raw)
         on_gpu = vllm.device_config.device_type != "cpu"
         method = vllm.speculative_config.method
-        drafts_by_forward = settings.proposer == "stock" and method not in VARYING
+        stock = settings.proposer == "stock"
+        looks_up = method in VARYING if stock else settings.proposer == "ngram"
         self._steering = Steering(
             settings.controller,
             method=method,
-            self_paced=settings.proposer != "stock",
+            self_paced=not stock,
             max_k=vllm.num_speculative_tokens,
             max_requests=vllm.scheduler_config.max_num_seqs,
             asynchronous=bool(vllm.scheduler_config.async_scheduling),
             prior=CostPrior.from_model(
                 weight_bytes(vllm.model_config.model),
                 on_gpu,
-                draft_share=0.1 if drafts_by_forward else 0.0,
+                draft_share=0.0 if looks_up else _DRAFT_SHARE[stock],
             ),
         )
         # With a table of its own vLLM does not pad a request's first step with drafts that are
@@ -77,6 +81,8 @@ class _Steered:
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         drafts = draft_token_ids.draft_token_ids
+        steps = getattr(draft_token_ids, DRAFT_STEPS, 0)
+        self._steer(lambda steering: steering.took(steps), None)
         if self._steering is not None and self._steering.cuts:
             draft_token_ids.draft_token_ids = self._steer(
                 lambda steering: steering.drafted(draft_token_ids.req_ids, drafts), drafts

@@ -38,6 +38,7 @@ def install_runner_seams() -> None:
     from vllm_specx.engine import step
 
     wrap(GPUModelRunner, "propose_draft_token_ids", step.propose_draft_token_ids)
+    wrap(GPUModelRunner, "take_draft_token_ids", step.take_draft_token_ids)
     wrap(GPUModelRunner, "_input_fits_in_drafter", step.input_fits_in_drafter)
     wrap(
         GPUModelRunner,

@@ -61,6 +61,20 @@ class _Drafts:
     cut: int = -1
 
 
+_Seen = tuple[
+    _Step,
+    list[str],
+    list[int],
+    list[int],
+    list[int],
+    list[int],
+    list[int],
+    list[int],
+    float,
+]
+"""What _learn() takes."""
+
+
 class Steering:
     """One a scheduler. Every method may raise; the scheduler switches it off then."""
 
@@ -99,6 +113,7 @@ class Steering:
         self._settings = settings
         self._limits: dict[str, int] = {}
         self._gone: list[str] = []
+        self._untold: _Seen | None = None
 
     # Requests
 
@@ -138,6 +153,7 @@ class Steering:
 
     def scheduled(self, output: Any, requests: dict[str, Any], started: float) -> None:
         """A step is about to run: remember it, and decide how much is drafted at its end."""
+        self.took(0)
         spec = output.scheduled_spec_decode_tokens
         decoding: dict[str, Any] = {}
         samples: list[str] = []
@@ -165,7 +181,8 @@ class Steering:
                 output.num_spec_tokens_to_schedule = max(limits.values())
             if self.self_paced:
                 costs = self._told(len(limits)) if self._settings.enabled else None
-                setattr(output, PLAN, DraftPlan(limits, costs))
+                draft_cost = None if costs is None else self.controller.cost.draft_step
+                setattr(output, PLAN, DraftPlan(limits, costs, draft_cost))
             return 0
         decision = self.controller.decide(request_ids)
         self._chosen = dict(zip(request_ids, decision.k.tolist(), strict=True))
@@ -256,7 +273,20 @@ class Steering:
             known = note is not None and note.cut >= 0 and hits == length
             beyond.append(int(tokens[-1] == note.cut) if known and note is not None else -1)
         if ids:
-            self._learn(step, ids, drafted, accepted, kept, offered, allowed, beyond, now - start)
+            seen = (step, ids, drafted, accepted, kept, offered, allowed, beyond, now - start)
+            if self.self_paced:
+                self._untold = seen
+                return
+            self._learn(*seen)
+        self._forget()
+
+    def took(self, draft_steps: int) -> None:
+        """The step that has finished made so many forwards of our draft: it is learned from now."""
+        if (seen := self._untold) is None:
+            return
+        self._untold = None
+        seen[0].draft_steps = draft_steps
+        self._learn(*seen)
         self._forget()
 
     def _learn(

@@ -12,7 +12,7 @@ import torch
 from vllm_specx.config import ConfigError
 from vllm_specx.draft.proposer import DraftContext, VerifiedRows
 from vllm_specx.draft.tree import DraftTree, IntArray
-from vllm_specx.engine.plan import PLAN, DraftPlan
+from vllm_specx.engine.plan import DRAFT_STEPS, PLAN, DraftPlan
 from vllm_specx.engine.pools import pool_of, state_key
 from vllm_specx.engine.proposers import EngineProposer
 
@@ -76,6 +76,7 @@ def propose_draft_token_ids(
             drafter.states(hidden_states, aux_hidden_states),
         )
         drafts = to_lists(proposer.propose(context), context)
+        drafter.draft_steps += proposer.draft_steps
         drafter.ended.clear()
         return drafts
 
@@ -102,6 +103,17 @@ def setup_auxiliary_states(original: Callable[..., None], runner: Any) -> None:
     runner.use_aux_hidden_state_outputs = True
     runner.model.set_aux_hidden_state_layers(drafter.aux_layers)
     return None
+
+
+def take_draft_token_ids(original: Callable[..., Any], runner: Any) -> Any:
+    """GPUModelRunner.take_draft_token_ids, what the scheduler is given of a step's drafts: with how
+    many forwards they took, so that their cost can be told from that of verifying."""
+    taken = original(runner)
+    drafter = getattr(runner, "drafter", None)
+    if taken is not None and isinstance(drafter, EngineProposer):
+        setattr(taken, DRAFT_STEPS, drafter.draft_steps)
+        drafter.draft_steps = 0
+    return taken
 
 
 def input_fits_in_drafter(
@@ -152,6 +164,7 @@ def build_context(
         finished=finished,
         vocab_size=drafter.vocab_size,
         costs=None if plan is None else plan.costs,
+        draft_cost=None if plan is None else plan.draft_cost,
         hidden_states=(
             _last_accepted_rows(sampled_token_ids, sample_hidden_states, spec_decode_metadata)
             if proposer.needs_hidden_states

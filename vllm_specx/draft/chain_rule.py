@@ -1,0 +1,69 @@
+"""Where a chain ends: while it is drafted, and of what was drafted, how much is verified."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_specx.draft.chains import GoesOn, Probabilities
+from vllm_specx.draft.depth_calibration import DepthCalibration
+from vllm_specx.draft.lengths import chain_lengths, goes_on
+from vllm_specx.draft.proposer import DraftContext
+from vllm_specx.draft.tree import IntArray
+
+
+class ChainRule:
+    """By what the draft thinks of its tokens, corrected by what became of earlier ones.
+
+    min_probability, token_cost: as configured (MedusaConfig, EagleConfig); where neither is, and step
+    times are known, by goodput.
+    """
+
+    def __init__(
+        self,
+        calibration: DepthCalibration,
+        *,
+        min_probability: float | None,
+        token_cost: float | None,
+        on_cpu: bool,
+    ) -> None:
+        self._calibration = calibration
+        self._min_probability = min_probability
+        self._token_cost = token_cost
+        self._default_cost = 0.05 if on_cpu else 0.01
+
+    @property
+    def by_goodput(self) -> bool:
+        """Whether lengths follow step times, and not what is configured."""
+        return self._min_probability is None and self._token_cost is None
+
+    def lengths(
+        self, probabilities: Probabilities, budgets: IntArray, context: DraftContext
+    ) -> IntArray:
+        """probabilities [B, depth], budgets int [B] -> how much of each chain is proposed, int32 [B]."""
+        return chain_lengths(
+            self._calibration.estimate(probabilities),
+            budgets,
+            context.costs,
+            min_probability=self._min_probability,
+            token_cost=self._token_cost,
+            default_cost=self._default_cost,
+        )
+
+    def goes_on(self, budgets: IntArray, context: DraftContext) -> GoesOn:
+        """For chains.draw()."""
+        usual = self._calibration.usual()
+        draft_cost = context.draft_cost if self.by_goodput else None
+
+        def more(probabilities: Probabilities, made: IntArray) -> npt.NDArray[np.bool_]:
+            return goes_on(
+                self._calibration.estimate(probabilities),
+                made,
+                self.lengths(probabilities, np.minimum(budgets, made), context),
+                budgets,
+                float(usual[probabilities.shape[1]]),
+                context.costs,
+                draft_cost,
+            )
+
+        return more

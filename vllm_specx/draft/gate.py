@@ -1,0 +1,140 @@
+"""Whether a draft is worth its forwards: decided before it is made, from what became of earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_specx.draft.lengths import step_times
+from vllm_specx.draft.proposer import DraftContext, TrainedDrafter
+from vllm_specx.draft.prospects import Prospects
+from vllm_specx.draft.tree import DraftTree, IntArray
+
+FloatArray = npt.NDArray[np.float64]
+LongArray = npt.NDArray[np.int64]
+
+_DRAFT_SHARE = 0.05
+"""What a forward of the draft is taken to cost, in steps of the target, until it is measured."""
+_PROBE_AFTER = 50
+"""Steps without a draft after which some requests are tried again: the text may have changed."""
+_PROBED = 8
+"""One request in so many is tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A draft whose outcome is not known yet. count: tokens asked for. at: committed tokens then."""
+
+    tokens: IntArray
+    count: int
+    at: int
+
+
+class Gate:
+    """Per step: which requests are to be drafted for, by expected tokens per unit of time.
+
+    trained: the drafter whose drafts are weighed. depth: tokens it is asked for at most.
+    """
+
+    def __init__(self, trained: TrainedDrafter, depth: int) -> None:
+        self.depth = min(depth, trained.depth)
+        self.prospects = Prospects(self.depth, trained.acceptance)
+        self._trained = trained
+        self._asked: dict[str, _Asked] = {}
+        self._idle = 0
+        self._probes = 0
+
+    def learn(self, context: DraftContext) -> None:
+        """What became of the drafts that this step verified."""
+        for i, request in enumerate(context.request_ids):
+            sampled = context.sampled[i]
+            if not sampled or (asked := self._asked.pop(request, None)) is None:
+                continue
+            if asked.at == int(context.num_tokens[i]) - len(sampled):
+                right = agreeing(asked.tokens, sampled)
+                # The scheduler may have cut the draft: what it did not verify, it did not refuse.
+                failed = right < min(asked.count, len(sampled))
+                self.prospects.learn(request, asked.count, len(asked.tokens), right, failed)
+        self.prospects.forget(context.finished)
+        for request in context.finished:
+            self._asked.pop(request, None)
+
+    def expect(self, context: DraftContext, asked: LongArray, drafts: Sequence[DraftTree]) -> None:
+        """The drafts that were made, as asked for."""
+        for i in np.flatnonzero(asked).tolist():
+            self._asked[context.request_ids[i]] = _Asked(
+                drafts[i].tokens, int(asked[i]), int(context.num_tokens[i])
+            )
+
+    def choose(
+        self,
+        context: DraftContext,
+        costs: FloatArray,
+        gain: FloatArray,
+        tokens: LongArray,
+    ) -> LongArray:
+        """int64 [B]: how many tokens to ask for; 0: no draft, or what the request has without.
+
+        costs: see DraftContext. gain, tokens: what each request has without: expected accepted tokens
+        [B], of a draft of so many tokens [B]. A request changes where that brings more tokens, both
+        less the price of verifying them; all that would change do, if that pays for the forwards.
+        """
+        size = len(tokens)
+        budgets = np.minimum(np.asarray(context.budgets, np.int64), self.depth)
+        nothing = np.zeros(size, np.int64)
+        budgets[[not sampled for sampled in context.sampled]] = 0
+        if not budgets.any():
+            return nothing
+        made, accepted = self.prospects.reach(context.request_ids)
+        outside = np.arange(self.depth) >= budgets[:, None]
+        made[outside] = accepted[outside] = 0.0
+        verified, gains = np.cumsum(made, axis=1), np.cumsum(accepted, axis=1)
+        total = int(tokens.sum())
+        now, then = step_times(costs, [total, total + size])
+        goodput = (size + gain.sum()) / now
+        token = goodput * (then - now) / size
+        bar = np.maximum(gain - token * tokens, 0.0)
+        forward = context.draft_cost
+        if forward is None:
+            forward = _DRAFT_SHARE * float(costs[0])
+        best = nothing
+        early = self._trained.stops_early
+        for depth in [self.depth] if early else range(1, self.depth + 1):
+            worth = gains[:, depth - 1] - token * verified[:, depth - 1]
+            mine = (worth > bar) & (budgets > 0)
+            if not mine.any():
+                continue
+            if early:
+                # One forward more for as long as any draft goes on.
+                forwards = 1.0 + float((1.0 - np.prod(1.0 - made[mine, :-1], axis=0)).sum())
+            else:
+                forwards = float(self._trained.forwards(int(min(depth, budgets[mine].max()))))
+            expected = size + gain[~mine].sum() + gains[mine, depth - 1].sum()
+            length = tokens[~mine].sum() + verified[mine, depth - 1].sum()
+            rate = expected / (float(step_times(costs, length)) + forwards * forward)
+            if rate > goodput:
+                goodput, best = rate, np.where(mine, np.minimum(budgets, depth), 0)
+        self._idle = 0 if best.any() else self._idle + 1
+        return self._probe(budgets, tokens) if self._idle >= _PROBE_AFTER else best
+
+    def _probe(self, budgets: LongArray, tokens: LongArray) -> LongArray:
+        """A few of the requests that have nothing, another few each time."""
+        asked = np.zeros(len(budgets), np.int64)
+        able = np.flatnonzero((budgets > 0) & (tokens == 0))
+        if len(able):
+            self._idle = 0
+            self._probes += 1
+            chosen = (self._probes + np.arange(-(-len(able) // _PROBED)) * _PROBED) % len(able)
+            asked[able[chosen]] = budgets[able[chosen]]
+        return asked
+
+
+def agreeing(draft: IntArray, sampled: Sequence[int]) -> int:
+    """How many tokens of a chain the step after it has committed."""
+    for i, (guess, truth) in enumerate(zip(draft.tolist(), sampled, strict=False)):
+        if guess != truth:
+            return i
+    return min(len(draft), len(sampled))
