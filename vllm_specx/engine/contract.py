@@ -109,6 +109,11 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         _RUNNER,
+        "GPUModelRunner.take_draft_token_ids",
+        "how many forwards the drafts took is told with them",
+    ),
+    Hook(
+        _RUNNER,
         "GPUModelRunner._input_fits_in_drafter",
         "draft up to max_model_len",
         ("common_attn_metadata",),
