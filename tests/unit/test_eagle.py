@@ -63,6 +63,14 @@ def _variants() -> dict[str, tuple[Version, dict[str, Any]]]:
     }
 
 
+def test_the_vocabulary_is_cut_where_the_checkpoint_is_read() -> None:
+    draft = synthetic.weights(3, vocab=synthetic.reduced())
+    drafter = synthetic.drafter(draft, keys={"vocab": 3})
+    known = text(9, 1)
+    drafts = chains(drafter.propose(synthetic.context([prefill("a", known)], 3)))
+    assert drafts == [reference(draft, known, 4)]
+
+
 @pytest.mark.parametrize("name", _variants())
 def test_variants(name: str) -> None:
     version, changes = _variants()[name]

@@ -16,7 +16,6 @@ from vllm_specx.draft.chains import ChainSteps, draw
 from vllm_specx.draft.checkpoints import CheckpointError
 from vllm_specx.draft.decoder import Attend, Rotation
 from vllm_specx.draft.depth_calibration import DepthCalibration
-from vllm_specx.draft.eagle_checkpoints import most_frequent
 from vllm_specx.draft.eagle_config import EagleConfig
 from vllm_specx.draft.eagle_net import EagleNet
 from vllm_specx.draft.eagle_requests import Piece, Request, Requests
@@ -77,7 +76,8 @@ class _State:
 class EagleDrafter:
     """Implements draft.proposer.Proposer with an EAGLE draft.
 
-    weights: a checkpoint that fits the target (eagle_checkpoints.load_eagle).
+    weights: a checkpoint that fits the target (eagle_checkpoints.load_eagle); its vocabulary is drafted
+        from, whatever config.vocab says (eagle_checkpoints.most_frequent cuts it).
     lm_head, embeddings: [V, hidden], all rows of the target's, in its dtype; used where the draft has
         none of its own.
     max_batch, max_model_len: the engine's. cache_tokens: entries that the draft's K/V cache holds;
@@ -107,9 +107,6 @@ class EagleDrafter:
         self._device = device or lm_head.device
         self._on_cpu = self._device.type == "cpu"
         vocab = weights.vocab
-        if config.vocab is not None and (vocab is None or len(vocab) != config.vocab):
-            weights = most_frequent(weights, config.vocab, config.heads)
-            vocab = weights.vocab
         rows = weights.lm_head
         if rows is None:
             rows = lm_head if vocab is None else lm_head[vocab.token_ids.to(lm_head.device)]
