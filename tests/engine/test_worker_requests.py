@@ -10,7 +10,9 @@ import torch
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.v1.core.sched.output import NewRequestData
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from vllm_specx.engine.pools import SALT_KEY, state_key
 from vllm_specx.engine.step import _follow, _verified_rows
@@ -30,10 +32,27 @@ def state(name: str, **changes: Any) -> CachedRequestState:
     return CachedRequestState(**{**fields, **changes})
 
 
-def worker(*states: CachedRequestState) -> tuple[Any, Any]:
-    """Proposer and runner, as far as requests are concerned."""
-    drafter = SimpleNamespace(requests={}, ended=[], remembers=True, max_model_len=100)
+def worker(*states: CachedRequestState, rows: bool = False) -> tuple[Any, Any]:
+    """Proposer and runner, as far as requests are concerned. rows: it keeps the target's states."""
+    drafter = SimpleNamespace(
+        requests={}, ended=[], remembers=True, max_model_len=100,
+        proposer=SimpleNamespace(needs_verified_rows=rows),
+    )  # fmt: skip
     return drafter, SimpleNamespace(requests={each.req_id: each for each in states})
+
+
+def next_chunk(runner: Any, name: str, **changes: Any) -> None:
+    """As vLLM's runner is told that a session of streamed input goes on."""
+    runner.input_batch = SimpleNamespace(remove_request=lambda _: None)
+    runner.late_interaction_runner = SimpleNamespace(register_request=lambda *_: None)
+    runner.uses_mrope = False
+    fields: dict[str, Any] = {
+        "req_id": name, "prompt_token_ids": [1, 2, 3, 4, 5, 6, 7], "mm_features": [],
+        "sampling_params": SamplingParams(max_tokens=5), "pooling_params": None,
+        "block_ids": ([],), "num_computed_tokens": 5, "lora_request": None,
+    }  # fmt: skip
+    new = NewRequestData(**{**fields, **changes})
+    GPUModelRunner._update_streaming_request(runner, name, new)
 
 
 def test_an_id_that_is_used_again_has_ended_and_is_new() -> None:
@@ -54,6 +73,33 @@ def test_what_a_step_with_a_fault_was_told_is_told_again() -> None:
         assert _follow(drafter, runner, ["b"])[1] == ["a"]
     drafter.ended.clear()
     assert _follow(drafter, runner, ["b"])[1] == []
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_session_of_streamed_input_is_drafted_for_after_each_chunk(rows: bool) -> None:
+    """The last token said before a chunk is dropped: of the tokens, what is kept is wrong then."""
+    drafter, runner = worker(state("a"), state("b"), rows=rows)
+    assert [k.last_length for k in _follow(drafter, runner, ["a", "b"])[0]] == [8, 8]
+    runner.requests["a"].output_token_ids += [4, 5, 9]
+    next_chunk(runner, "a")
+    for _ in range(2):
+        known, ended = _follow(drafter, runner, ["a", "b"])
+        assert [k.last_length for k in known] == [12, 8]
+        assert ended == ([] if rows else ["a"])
+    drafter.ended.clear()
+    runner.requests["a"].output_token_ids += [8]
+    assert _follow(drafter, runner, ["a", "b"]) == (known, [])
+    seeded = SamplingParams(seed=1, temperature=1.0, max_tokens=5)
+    next_chunk(runner, "a", prompt_token_ids=[1] * 9, sampling_params=seeded)
+    assert [k.last_length for k in _follow(drafter, runner, ["a", "b"])[0]] == [0, 8]
+
+
+def test_states_of_a_session_are_of_the_images_that_it_has_now() -> None:
+    drafter, runner = worker(state("a"), rows=True)
+    (before,), _ = _follow(drafter, runner, ["a"])
+    next_chunk(runner, "a", mm_features=[_image("x", 5)])
+    (now,), ended = _follow(drafter, runner, ["a"])
+    assert now.state_key != before.state_key and ended == ["a"]
 
 
 def test_a_prompt_of_embeddings_shares_nothing_and_is_never_drafted_for() -> None:

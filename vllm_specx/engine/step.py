@@ -19,10 +19,12 @@ from vllm_specx.engine.proposers import EngineProposer
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What does not change while a request lives. `state` is the runner's object for it; a
-    last_length of 0: it is never drafted for."""
+    """What does not change while a request lives, or until a session of streamed input gets its next
+    chunk, which makes all before it the prompt. `state` is the runner's object for it; a last_length
+    of 0: it is never drafted for."""
 
     state: Any
+    num_prompt_tokens: int
     pool: str | None
     state_key: str | None
     last_length: int
@@ -215,24 +217,40 @@ def _follow(
         entry = mine.get(request_id)
         if entry is None:
             entry = mine[request_id] = _first_sight(live[request_id], drafter)
+        elif entry.num_prompt_tokens != entry.state.num_prompt_tokens:
+            entry = mine[request_id] = _next_chunk(entry, request_id, drafter)
         known.append(entry)
     return known, list(drafter.ended)
 
 
+def _next_chunk(before: _Known, request_id: str, drafter: EngineProposer) -> _Known:
+    """A session of streamed input goes on (vLLM's GPUModelRunner._update_streaming_request): without
+    the last token that it said, and with new sampling parameters.
+
+    What is kept of the target's states stays right; to what is kept of the tokens it is a new request.
+    """
+    now = _first_sight(before.state, drafter)
+    assert drafter.proposer is not None
+    same = (now.pool, now.state_key) == (before.pool, before.state_key)
+    if not (same and drafter.proposer.needs_verified_rows):
+        drafter.ended.append(request_id)
+    return now
+
+
 def _first_sight(state: Any, drafter: EngineProposer) -> _Known:
-    params = state.sampling_params
+    params, prompt = state.sampling_params, state.num_prompt_tokens
     if params is None:
-        return _Known(state, pool_of(None), None, drafter.max_model_len)
+        return _Known(state, prompt, pool_of(None), None, drafter.max_model_len)
     if state.prompt_embeds is not None:
         # What stands in token_ids for such a prompt is what another request had there.
-        return _Known(state, None, None, 0)
+        return _Known(state, prompt, None, None, 0)
     last = drafter.max_model_len
     if params.max_tokens is not None:
-        last = min(last, state.num_prompt_tokens + params.max_tokens)
+        last = min(last, prompt + params.max_tokens)
     if drafter.remembers and params.seed is not None and params.temperature > 0:
         last = 0
     pool = pool_of(params.extra_args)
-    return _Known(state, pool, state_key(pool, state), last)
+    return _Known(state, prompt, pool, state_key(pool, state), last)
 
 
 def _last_accepted_rows(
