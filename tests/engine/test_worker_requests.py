@@ -118,6 +118,22 @@ def test_a_prompt_of_embeddings_shares_nothing_and_is_never_drafted_for() -> Non
     assert rows.count.tolist() == [0, 3, 0]
 
 
+def test_of_requests_that_are_never_drafted_for_no_states_are_told() -> None:
+    asked = {"a": None, "zero": 0, "text": "0", "one": 1, "wrong": -1}
+    states = [
+        state(name, sampling_params=SamplingParams(max_tokens=5, extra_args={"specx_k": k}))
+        for name, k in asked.items()
+    ]
+    drafter, runner = worker(*states, rows=True)
+    known, _ = _follow(drafter, runner, list(asked))
+    batch = SimpleNamespace(num_computed_tokens_cpu=torch.zeros(5, dtype=torch.int32).numpy())
+    output = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(asked, 3))
+    tokens = torch.full((5,), 4, dtype=torch.int32).numpy()
+    rows = _verified_rows(batch, output, list(asked), tokens, known, (torch.zeros(15, 8),))
+    assert rows.first.tolist() == [0, 3, 6, 9, 12]
+    assert rows.count.tolist() == [3, 0, 0, 3, 3]
+
+
 def _image(identifier: str, offset: int) -> MultiModalFeatureSpec:
     return MultiModalFeatureSpec(
         data=None,

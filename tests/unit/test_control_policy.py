@@ -67,6 +67,14 @@ def test_a_wrong_scenario_is_named_and_ignored(value: Any) -> None:
     assert policy.rule_for({"specx_scenario": value}, 0.0, 16) == policy.Rule()
 
 
+@pytest.mark.parametrize("value", [0, 0.0, "0"])
+def test_only_a_k_of_zero_opts_out(value: Any) -> None:
+    assert policy.opts_out({"specx_k": value})
+    assert not policy.opts_out(None) and not policy.opts_out({"specx_scenario": "code"})
+    for other in (None, 1, "1", False, -1, 0.5, "no", []):
+        assert not policy.opts_out({"specx_k": other})
+
+
 def test_settings_refuse_what_cannot_be() -> None:
     for wrong in (
         {"k_min": 5, "k_max": 3},

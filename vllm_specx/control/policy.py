@@ -90,6 +90,12 @@ def rule_for(extra_args: Mapping[str, Any] | None, temperature: float | None, ma
     return Rule(pool, rejection, start_k, fixed)
 
 
+def opts_out(extra_args: Mapping[str, Any] | None) -> bool:
+    """Whether a request asks never to be drafted for, by a specx_k of 0."""
+    given = (extra_args or {}).get(K_KEY)
+    return given is not None and _problem_of(K_KEY, given, 0) is None
+
+
 def _problem_of(key: str, value: Any, max_k: int) -> str | None:
     if value is None:
         return None

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from vllm_specx.config import ConfigError
+from vllm_specx.control.policy import opts_out
 from vllm_specx.draft.proposer import DraftContext, VerifiedRows
 from vllm_specx.draft.tree import DraftTree, IntArray
 from vllm_specx.engine.plan import DRAFT_STEPS, PLAN, DraftPlan
@@ -247,7 +248,8 @@ def _first_sight(state: Any, drafter: EngineProposer) -> _Known:
     last = drafter.max_model_len
     if params.max_tokens is not None:
         last = min(last, prompt + params.max_tokens)
-    if drafter.remembers and params.seed is not None and params.temperature > 0:
+    seeded = drafter.remembers and params.seed is not None and params.temperature > 0
+    if seeded or opts_out(params.extra_args):
         last = 0
     pool = pool_of(params.extra_args)
     return _Known(state, prompt, pool, state_key(pool, state), last)
