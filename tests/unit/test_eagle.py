@@ -161,10 +161,11 @@ def test_long_chunks_go_through_in_blocks(
     monkeypatch: pytest.MonkeyPatch, layers: int, bias: bool
 ) -> None:
     """Several blocks, several groups by length, contexts gathered again at each depth."""
-    from vllm_specx.draft import attention, eagle
+    from vllm_specx.draft import attention, eagle, paged_layers
 
     monkeypatch.setattr(eagle, "_BLOCK", 32)
-    monkeypatch.setattr(eagle, "_FUSED", 4)
+    monkeypatch.setattr(paged_layers, "_BLOCK", 32)
+    monkeypatch.setattr(paged_layers, "_FUSED", 4)
     monkeypatch.setattr(attention, "_MASK", 2000)
     monkeypatch.setattr(attention, "_WASTE", 10)
     monkeypatch.setattr(attention, "_SCRATCH", 4000)

@@ -188,53 +188,98 @@ def group(lengths: Places, most: int) -> list[Places]:
     return [np.array(members, np.int64) for members in groups]
 
 
-def attend_rows(
-    cache: PagedCache,
-    layer: int,
-    q: torch.Tensor,
-    sequences: Many[Sequence],
-    ends: Many[int],
-    positions: Many[Places],
-) -> torch.Tensor:
-    """Any number of queries a request, each over the entries up to its own.
+class Rows:
+    """Any number of queries a request, each over the entries up to its own: made once for all layers.
 
-    q: [R, heads, head_dim], the requests' rows one after the other. ends: where each request's
-        written entries end. positions: each request's rows, ascending. -> [R, heads * head_dim].
+    sequences, ends: of the requests, and where the written entries of each will end. positions: each
+    request's rows, ascending, one request's after the other's.
     """
-    counts = np.array([len(p) for p in positions], np.int64)
-    firsts = np.cumsum(counts) - counts
-    out = torch.empty_like(q)
-    few = np.flatnonzero(counts <= _FEW)
-    lengths = np.array([end - s.base for s, end in zip(sequences, ends, strict=True)], np.int64)
-    batches = [few[members] for members in group(lengths[few], _MASK // _FEW)]
-    batches += [np.array([i], np.int64) for i in np.flatnonzero(counts > _FEW)]
-    device = cache.kv.device
-    for members in batches:
-        chosen = [sequences[i] for i in members]
-        width = int(lengths[members].max())
-        table = torch.from_numpy(_table(chosen, -(-width // PAGE))).to(device)
-        kv = _gathered(cache, layer, table)[:, :width]
-        most = int(counts[members].max())
-        step = max(1, _MASK // (len(members) * width))
-        for begin in range(0, most, step):
-            size = min(step, most - begin)
-            # A request with fewer rows repeats its last one.
-            local = np.minimum(begin + np.arange(size), counts[members, None] - 1)
-            rows = torch.from_numpy(firsts[members, None] + local).to(device)
-            at = np.stack([positions[i][local[j]] for j, i in enumerate(members)])
-            base = np.array([s.base for s in chosen], np.int64)[:, None]
-            low = np.array([s.start for s in chosen], np.int64)[:, None] - base
-            column = torch.arange(width, device=device)
-            last = torch.from_numpy(at - base).to(device)[..., None]
-            hidden = (column > last) | (column < torch.from_numpy(low).to(device)[..., None])
-            mask = torch.zeros(hidden.shape, dtype=q.dtype, device=device)
-            mask.masked_fill_(hidden, -torch.inf)
-            query = (
-                q.index_select(0, rows.flatten()).view(*rows.shape, *q.shape[1:]).transpose(1, 2)
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        sequences: Many[Sequence],
+        ends: Many[int],
+        positions: Many[Places],
+    ) -> None:
+        self._cache = cache
+        counts = np.array([len(p) for p in positions], np.int64)
+        firsts = np.cumsum(counts) - counts
+        lengths = np.array([end - s.base for s, end in zip(sequences, ends, strict=True)], np.int64)
+        few = np.flatnonzero(counts <= _FEW)
+        batches = [few[members] for members in group(lengths[few], _MASK // _FEW)]
+        batches += [np.array([i], np.int64) for i in np.flatnonzero(counts > _FEW)]
+        self._batches = [
+            _Batch(
+                cache,
+                [sequences[i] for i in members],
+                int(lengths[members].max()),
+                firsts[members],
+                [positions[i] for i in members],
             )
+            for members in batches
+        ]
+        self._hold = sum(batch.mask_size for batch in self._batches) <= 2 * _MASK
+
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """q [R, heads, head_dim], the requests' rows one after the other -> [R, heads * head_dim]."""
+        out = torch.empty_like(q)
+        for batch in self._batches:
+            batch.attend(layer, q, out, self._hold)
+        return out.flatten(1)
+
+
+class _Batch:
+    """Requests whose rows and contexts are padded to one shape. firsts: their first rows."""
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        sequences: list[Sequence],
+        width: int,
+        firsts: Places,
+        positions: list[Places],
+    ) -> None:
+        self._cache = cache
+        self._device = cache.kv.device
+        self._width = width
+        self._firsts, self._positions = firsts, positions
+        self._counts = np.array([len(p) for p in positions], np.int64)
+        self._base = np.array([s.base for s in sequences], np.int64)[:, None]
+        self._low = np.array([s.start for s in sequences], np.int64)[:, None] - self._base
+        self._table = torch.from_numpy(_table(sequences, -(-width // PAGE))).to(self._device)
+        most = int(self._counts.max())
+        step = max(1, _MASK // (len(positions) * width))
+        self._parts = [(begin, min(step, most - begin)) for begin in range(0, most, step)]
+        self.mask_size = len(positions) * width * most
+        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, hold: bool) -> None:
+        kv = _gathered(self._cache, layer, self._table)[:, : self._width]
+        for begin, size in self._parts:
+            made = self._kept.get(begin)
+            if made is None:
+                made = self._made(begin, size, q.dtype)
+                if hold:
+                    self._kept[begin] = made
+            rows, mask = made
+            flat = rows.flatten()
+            query = q.index_select(0, flat).view(*rows.shape, *q.shape[1:]).transpose(1, 2)
             answer = attend(query, kv, mask[:, None]).transpose(1, 2)
-            out[rows.flatten()] = answer.flatten(0, 1)
-    return out.flatten(1)
+            out[flat] = answer.flatten(0, 1)
+
+    def _made(self, begin: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows [b, size] of all, and their mask [b, size, width] to be added."""
+        # A request with fewer rows repeats its last one.
+        local = np.minimum(begin + np.arange(size), self._counts[:, None] - 1)
+        at = np.stack([p[mine] for p, mine in zip(self._positions, local, strict=True)])
+        column = torch.arange(self._width, device=self._device)
+        last = torch.from_numpy(at - self._base).to(self._device)[..., None]
+        low = torch.from_numpy(self._low).to(self._device)[..., None]
+        hidden = (column > last) | (column < low)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device)
+        mask.masked_fill_(hidden, -torch.inf)
+        return torch.from_numpy(self._firsts[:, None] + local).to(self._device), mask
 
 
 def _table(sequences: Many[Sequence], pages: int) -> Places:

@@ -1,4 +1,4 @@
-"""One Llama or Qwen2 decoder layer for inference; attention and its cache are the caller's."""
+"""One Llama, Qwen2 or Qwen3 decoder layer for inference; attention and its cache are the caller's."""
 
 from __future__ import annotations
 
@@ -135,6 +135,7 @@ class DecoderLayer:
         self._qkv, self._out = dense(weights.qkv), dense(weights.out)
         self._gate_up, self._down = dense(weights.gate_up), dense(weights.down)
         self._bias = moved(weights.qkv_bias)
+        self._q_norm, self._k_norm = moved(weights.q_norm), moved(weights.k_norm)
         self.input_norm, self.hidden_norm = moved(weights.input_norm), moved(weights.hidden_norm)
         post_norm = moved(weights.post_norm)
         assert post_norm is not None
@@ -144,7 +145,9 @@ class DecoderLayer:
     def bytes(self) -> int:
         """Of the weights and their packed copies."""
         products = (self._qkv, self._out, self._gate_up, self._down)
-        return sum(product.bytes for product in products)
+        gains = (self._bias, self._q_norm, self._k_norm, self.input_norm, self.hidden_norm)
+        small = sum(gain.nbytes for gain in (*gains, self._post_norm) if gain is not None)
+        return small + sum(product.bytes for product in products)
 
     def forward(
         self,
@@ -162,6 +165,8 @@ class DecoderLayer:
         if self._bias is not None:
             heads = heads + self._bias
         heads = heads.view(x.shape[0], -1, self._size)
+        self._norm_heads(heads[:, : self._heads], self._q_norm)
+        self._norm_heads(heads[:, self._heads : -self._kv_heads], self._k_norm)
         self._rotary.rotate(heads[:, : -self._kv_heads], rotation)
         moved = self._out(attend(heads[:, : self._heads], heads[:, self._heads :]))
         if rows is not None:
@@ -177,5 +182,11 @@ class DecoderLayer:
         if self._bias is not None:
             both = both + self._bias[first:]
         both = both.view(x.shape[0], -1, self._size)
+        self._norm_heads(both[:, : self._kv_heads], self._k_norm)
         self._rotary.rotate(both[:, : self._kv_heads], rotation)
         return both
+
+    def _norm_heads(self, heads: torch.Tensor, gain: torch.Tensor | None) -> None:
+        """In place, each head by itself."""
+        if gain is not None:
+            heads.copy_(rms_norm(heads, gain, self._eps))

@@ -10,11 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_specx.draft.attention import Window, attend_rows
+from vllm_specx.draft.attention import Places
 from vllm_specx.draft.chain_rule import ChainRule
 from vllm_specx.draft.chains import ChainSteps, draw
 from vllm_specx.draft.checkpoints import CheckpointError
-from vllm_specx.draft.decoder import Attend, Rotation
 from vllm_specx.draft.depth_calibration import DepthCalibration
 from vllm_specx.draft.eagle_config import EagleConfig
 from vllm_specx.draft.eagle_net import EagleNet
@@ -22,11 +21,11 @@ from vllm_specx.draft.eagle_requests import Piece, Request, Requests
 from vllm_specx.draft.eagle_weights import EagleWeights
 from vllm_specx.draft.outcomes import Guess, Outcomes
 from vllm_specx.draft.paged_cache import PAGE, PagedCache
+from vllm_specx.draft.paged_layers import Ahead, PagedLayers, Span
 from vllm_specx.draft.proposer import DraftContext, VerifiedRows
 from vllm_specx.draft.tree import EMPTY_DRAFT, DraftTree
 
 FloatArray = npt.NDArray[np.float64]
-Places = npt.NDArray[np.int64]
 
 _DEPTH = 16
 """The longest draft."""
@@ -35,9 +34,7 @@ _WAITING = 256
 _WAITING_BYTES = 64 << 20
 """What all waiting features may take."""
 _BLOCK = 1024
-"""Rows that go through the layer together."""
-_FUSED = 96
-"""Up to so many rows, all of them get queries although only the last of each request needs one."""
+"""Rows whose features are made together."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,16 +58,6 @@ class _Work:
     @property
     def end(self) -> int:
         return self.request.known + self.count
-
-
-@dataclass(slots=True, eq=False)
-class _State:
-    """Where the drafts of B requests are: the last answer of the layers, and its positions."""
-
-    moved: torch.Tensor
-    residual: torch.Tensor
-    positions: torch.Tensor
-    window: Window
 
 
 class EagleDrafter:
@@ -138,6 +125,9 @@ class EagleDrafter:
             device=self._device,
         )
         self._requests = Requests(self._cache)
+        self._layers = PagedLayers(
+            self._net.layers, self._net.rotary, self._cache, self._net.between
+        )
         self._waiting_rows = 0
         self.depth = _DEPTH
         self.draft_steps = 0
@@ -268,105 +258,25 @@ class EagleDrafter:
         context: DraftContext,
         verified: VerifiedRows,
         depth: int,
-    ) -> _State | None:
+    ) -> Ahead | None:
         """The new rows' keys and values go into the pages; the last rows of those that draft go on."""
-        begins = [work.begin for work in works]
-        ends = [work.end for work in works]
-        counts = np.array(ends, np.int64) - np.array(begins, np.int64)
+        spans = [Span(w.request.sequence, w.begin, w.end, w.drafts) for w in works]
+        counts = np.array([span.end - span.begin for span in spans], np.int64)
         firsts = np.cumsum(counts) - counts
-        spans = list(zip(works, begins, ends, strict=True))
-        following = np.concatenate([context.token_ids[w.row, b + 1 : e + 1] for w, b, e in spans])
-        places = [np.arange(b, e, dtype=np.int64) for _, b, e in spans]
-        slots = np.concatenate([_slots(w, at) for w, at in zip(works, places, strict=True)])
-        drafting = [j for j, work in enumerate(works) if work.drafts]
+        following = np.concatenate(
+            [
+                context.token_ids[work.row, span.begin + 1 : span.end + 1]
+                for work, span in zip(works, spans, strict=True)
+            ]
+        )
         # A target's placeholders of images may lie outside of its vocabulary.
         tokens = self._moved(np.clip(following.astype(np.int64), 0, self._last_token))
-        positions = self._moved(np.concatenate(places))
-        targets = self._moved(slots)
         features = self._features(works, firsts, verified)
-        window = Window(
-            self._cache,
-            [works[j].request.sequence for j in drafting],
-            [ends[j] for j in drafting],
-            depth,
+        state = self._layers.absorb(
+            spans, lambda part: self._net.enter(tokens[part], features[part]), depth
         )
-        last = firsts[drafting] + counts[drafting] - 1
-        total = int(counts.sum())
-        top = len(self._net.layers) - 1
-        moved = residual = None
-        if total <= _FUSED and drafting:
-            chosen = None if len(last) == total else self._moved(last)
-            rotation = self._net.rotary(positions)
-            x, residual = self._net.enter(tokens, features)
-            x, residual = self._below(x, residual, rotation, targets, works, places, (0, total))
-            moved, residual = self._net.layers[top].forward(
-                x, residual, rotation, self._first(window, targets, chosen), chosen
-            )
-            positions = positions if chosen is None else positions.index_select(0, chosen)
-        else:
-            tops: list[tuple[torch.Tensor, torch.Tensor]] = []
-            for begin in range(0, total, _BLOCK):
-                end = min(begin + _BLOCK, total)
-                part = slice(begin, end)
-                rotation = self._net.rotary(positions[part])
-                x, residual = self._net.enter(tokens[part], features[part])
-                x, residual = self._below(
-                    x, residual, rotation, targets[part], works, places, (begin, end)
-                )
-                kv = self._net.layers[top].keys_values(x, rotation)
-                self._cache.kv[top].index_copy_(0, targets[part], kv)
-                here = self._moved(last[(last >= begin) & (last < end)] - begin)
-                tops.append((x.index_select(0, here), residual.index_select(0, here)))
-            if drafting:
-                positions = positions.index_select(0, self._moved(last))
-                x, residual = (torch.cat(parts) for parts in zip(*tops, strict=True))
-                moved, residual = self._net.layers[top].forward(
-                    x, residual, self._net.rotary(positions), self._first(window, None, None)
-                )
-        self._register(spans, firsts, context, features)
-        if moved is None or residual is None:
-            return None
-        return _State(moved, residual, positions, window)
-
-    def _below(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        rotation: Rotation,
-        targets: torch.Tensor,
-        works: Sequence[_Work],
-        places: Sequence[Places],
-        part: tuple[int, int],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All layers but the top one, on rows `part` of all; for drafts of more than one layer."""
-        if len(self._net.layers) == 1:
-            return x, residual
-        spans = list(_cut(works, places, *part))
-        sequences = [work.request.sequence for work, _ in spans]
-        at = [where for _, where in spans]
-        ends = [int(where[-1]) + 1 for where in at]
-        for layer in range(len(self._net.layers) - 1):
-
-            def attend(q: torch.Tensor, kv: torch.Tensor, layer: int = layer) -> torch.Tensor:
-                self._cache.kv[layer].index_copy_(0, targets, kv)
-                return attend_rows(self._cache, layer, q, sequences, ends, at)
-
-            moved, residual = self._net.layers[layer].forward(x, residual, rotation, attend)
-            x, residual = self._net.between(layer + 1, moved, residual)
-        return x, residual
-
-    def _first(
-        self, window: Window, targets: torch.Tensor | None, rows: torch.Tensor | None
-    ) -> Attend:
-        """Attention of the top layer at the last entries; targets: where keys and values still go."""
-        top = len(self._net.layers) - 1
-
-        def attend(q: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
-            if targets is not None:
-                self._cache.kv[top].index_copy_(0, targets, kv)
-            return window.attend(top, q if rows is None else q.index_select(0, rows), None)
-
-        return attend
+        self._register(works, spans, firsts, context, features)
+        return state
 
     def _features(
         self, works: Sequence[_Work], firsts: Places, verified: VerifiedRows
@@ -399,51 +309,38 @@ class EagleDrafter:
 
     def _register(
         self,
-        spans: Sequence[tuple[_Work, int, int]],
+        works: Sequence[_Work],
+        spans: Sequence[Span],
         firsts: Places,
         context: DraftContext,
         features: torch.Tensor,
     ) -> None:
         pages: list[int] = []
         rows: list[int] = []
-        for (work, begin, end), first in zip(spans, firsts.tolist(), strict=True):
-            request = work.request
+        for work, span, first in zip(works, spans, firsts.tolist(), strict=True):
             filled, positions = self._cache.register(
-                request.sequence, context.token_ids[work.row], end
+                span.sequence, context.token_ids[work.row], span.end
             )
-            request.forget_waiting()
+            work.request.forget_waiting()
             pages += filled
-            rows += [first + position - begin for position in positions]
+            rows += [first + position - span.begin for position in positions]
         if pages:
             last = features.index_select(0, self._moved(np.array(rows, np.int64)))
             self._cache.edges.index_copy_(0, self._moved(np.array(pages, np.int64)), last)
 
-    def _steps(self, state: _State, depth: int) -> ChainSteps:
+    def _steps(self, ahead: Ahead, depth: int) -> ChainSteps:
         """Each depth's tokens and probabilities [B]; takes the rows int64 [n] that go on, or None."""
-        moved, residual, positions = state.moved, state.residual, state.positions
         for d in range(depth):
-            logits, feature = self._net.leave(moved, residual)
+            logits, feature = self._net.leave(ahead.moved, ahead.residual)
             probability, best = torch.softmax(logits, -1, dtype=torch.float32).max(-1)
             token = best if self._token_map is None else self._token_map.index_select(0, best)
             keep = yield token, probability
             if d + 1 == depth:
                 return
             if keep is not None:
-                token, feature, positions = (
-                    part.index_select(0, keep) for part in (token, feature, positions)
-                )
-                state.window.keep(keep)
-            positions = positions + 1
-            rotation = self._net.rotary(positions)
-            x, residual = self._net.enter(token, feature)
-            for n, layer in enumerate(self._net.layers):
-
-                def attend(q: torch.Tensor, kv: torch.Tensor, n: int = n) -> torch.Tensor:
-                    return state.window.attend(n, q, kv)
-
-                if n:
-                    x, residual = self._net.between(n, moved, residual)
-                moved, residual = layer.forward(x, residual, rotation, attend)
+                token, feature = (part.index_select(0, keep) for part in (token, feature))
+                self._layers.keep(ahead, keep)
+            self._layers.advance(ahead, *self._net.enter(token, feature))
 
     def _moved(self, places: Places) -> torch.Tensor:
         return torch.from_numpy(places).to(self._device, non_blocking=True)
@@ -463,30 +360,6 @@ def _keep(works: Sequence[_Work], states: Sequence[torch.Tensor]) -> None:
     for work in works:
         work.request.keep(Piece((copy,), first, work.count))
         first += work.count
-
-
-def _slots(work: _Work, places: Places) -> Places:
-    """Where the entries at `places` are in the slab."""
-    sequence = work.request.sequence
-    pages, base = sequence.pages, sequence.base
-    if len(places) <= 8:
-        offsets = [int(place) - base for place in places]
-        return np.array([pages[o // PAGE] * PAGE + o % PAGE for o in offsets], np.int64)
-    offset = places - base
-    slots: Places = np.array(pages, np.int64)[offset // PAGE] * PAGE + offset % PAGE
-    return slots
-
-
-def _cut(
-    works: Sequence[_Work], places: Sequence[Places], begin: int, end: int
-) -> Iterator[tuple[_Work, Places]]:
-    """The works' places that are rows [begin, end) of all."""
-    first = 0
-    for work, at in zip(works, places, strict=True):
-        inside = at[max(begin - first, 0) : max(end - first, 0)]
-        first += len(at)
-        if len(inside):
-            yield work, inside
 
 
 def _blocks(works: Sequence[_Work], states: tuple[torch.Tensor, ...]) -> Iterator[list[Piece]]:

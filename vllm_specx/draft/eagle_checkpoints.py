@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ from vllm_specx.draft.checkpoint_files import (
 )
 from vllm_specx.draft.eagle_keys import EagleKeys, read_keys
 from vllm_specx.draft.eagle_weights import DecoderShape, EagleWeights, LayerWeights
+from vllm_specx.draft.named_tensors import NamedTensors, read_layer
 from vllm_specx.draft.vocab import DraftVocab, VocabError
 
 _RENAMED = (
@@ -45,78 +46,14 @@ _RENAMED = (
     (re.compile(r"^(midlayer|transformer)\."), "layers.0."),
 )
 _LAYER = re.compile(r"^layers\.(\d+)\.")
-_NOT_USED = re.compile(
-    r"rotary_emb\.|^(t2d|d2t|token_map|verifier_lm_head\.weight|verifier_norm\.weight)$"
-)
-_OTHER_LAYERS = (
-    ("experts", "a mixture of experts"),
-    ("mlp.gate.weight", "a mixture of experts"),
-    ("kv_a_proj", "multi-head latent attention"),
-    ("kv_b_proj", "multi-head latent attention"),
-    ("q_norm", "norms of queries and keys"),
-    ("k_norm", "norms of queries and keys"),
-    ("mask_hidden", "parallel drafting"),
-    ("layernorm", "further norms"),
-)
+_NOT_USED = re.compile(r"^(t2d|d2t|token_map|verifier_lm_head\.weight|verifier_norm\.weight)$")
 
 
 @dataclass
-class _Named:
-    """Tensors under the names of vLLM's llama_eagle3.py, and which of them have been used."""
+class _Named(NamedTensors):
+    """Tensors under the names of vLLM's llama_eagle3.py. target: what they must fit."""
 
-    tensors: Tensors
-    written: dict[str, str]
     target: TargetShape
-    path: Path
-    used: set[str] = field(default_factory=set)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.tensors
-
-    def raw(self, name: str) -> torch.Tensor:
-        self.used.add(name)
-        if name not in self.tensors:
-            raise CheckpointError(
-                f"{self.path} has no '{self._as_written(name)}'; it may be incomplete, copy it again."
-            )
-        return self.tensors[name]
-
-    def rows(self, name: str) -> int:
-        """The tensor's first dimension; 0 for a number."""
-        shape = self.raw(name).shape
-        return int(shape[0]) if shape else 0
-
-    def _as_written(self, name: str) -> str:
-        """A name that is not there, with the prefix that the file has for the first layer."""
-        for there, written in self.written.items():
-            inside = there.removeprefix("layers.0.")
-            if inside != there and name.startswith("layers.0."):
-                return written.removesuffix(inside) + name.removeprefix("layers.0.")
-        return name
-
-    def get(self, name: str, *shape: int) -> torch.Tensor:
-        tensor = self.raw(name)
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"{self.path}: '{self.written[name]}' has shape {list(tensor.shape)}, but its config.json "
-                f"and a target with hidden size {self.target.hidden_size} and "
-                f"{self.target.vocab_size} tokens need {list(shape)}."
-            )
-        return tensor.to(self.target.dtype)
-
-    def get_if_there(self, name: str, *shape: int) -> torch.Tensor | None:
-        return self.get(name, *shape) if name in self.tensors else None
-
-    def refuse_the_rest(self) -> None:
-        rest = sorted(
-            name for name in self.tensors if name not in self.used and not _NOT_USED.search(name)
-        )
-        if rest:
-            what = next((said for part, said in _OTHER_LAYERS if part in rest[0]), "something else")
-            raise CheckpointError(
-                f"{self.path} has '{self.written[rest[0]]}' ({what}), which an EAGLE draft of Llama or "
-                "Qwen2 layers has no place for; this draft cannot be used."
-            )
 
 
 def load_eagle(
@@ -179,7 +116,8 @@ def _named(tensors: Tensors, target: TargetShape, path: Path) -> _Named:
             name = pattern.sub(replacement, name)
         renamed[name] = tensor
         written[name] = original
-    return _Named(renamed, written, target, path)
+    needs = f"its config.json and a target with hidden size {target.hidden_size} and {target.vocab_size} tokens need"
+    return _Named(renamed, written, path, target.dtype, needs, target)
 
 
 def _fit(named: _Named, keys: EagleKeys, given: tuple[int, ...] | None) -> EagleWeights:
@@ -206,7 +144,7 @@ def _fit(named: _Named, keys: EagleKeys, given: tuple[int, ...] | None) -> Eagle
         norm_output=keys.norm_output and version == 3,
         logit_scale=keys.logit_scale,
     )
-    named.refuse_the_rest()
+    named.refuse_the_rest("an EAGLE draft of Llama or Qwen2 layers", but=_NOT_USED)
     if shape.hidden_size != target.hidden_size and weights.embeddings is None:
         raise CheckpointError(
             f"{path} has no 'embed_tokens.weight', and those of the target have its hidden size "
@@ -314,49 +252,18 @@ def _layers(
     named: _Named, keys: EagleKeys, shape: DecoderShape, version: Literal[1, 3]
 ) -> tuple[LayerWeights, ...]:
     count = 1 + max(int(m.group(1)) for name in named.tensors if (m := _LAYER.match(name)))
-    return tuple(_layer(named, index, shape, version) for index in range(count))
-
-
-def _layer(named: _Named, index: int, shape: DecoderShape, version: Literal[1, 3]) -> LayerWeights:
-    at, hidden, inner = f"layers.{index}.", shape.hidden_size, shape.intermediate_size
-    wide = 2 * hidden if version == 3 and index == 0 else hidden
-    rows = {"q": shape.heads, "k": shape.kv_heads, "v": shape.kv_heads}
-    rows = {name: heads * shape.head_dim for name, heads in rows.items()}
-    biases = [f"{at}self_attn.{name}_proj.bias" for name in rows]
-    biased = any(name in named for name in biases)
-    for name in (
-        f"{at}self_attn.o_proj.bias",
-        *(f"{at}mlp.{p}_proj.bias" for p in ("gate", "up", "down")),
-    ):
-        if name in named and bool(named.raw(name).any()):
-            raise CheckpointError(
-                f"{named.path}: '{named.written[name]}' is not supported; only q, k and v may have a bias."
-            )
-    first_of_eagle = version == 1 and index == 0
-    input_norm = f"{at}input_layernorm.weight"
-    hidden_norm = f"{at}hidden_norm.weight"
-    if index:
+    if version == 3:
         # vLLM's later layers have this norm as well and do not use it.
-        named.used.add(hidden_norm)
-    return LayerWeights(
-        qkv=torch.cat(
-            [named.get(f"{at}self_attn.{n}_proj.weight", size, wide) for n, size in rows.items()]
-        ),
-        qkv_bias=torch.cat(
-            [named.get(name, size) for name, size in zip(biases, rows.values(), strict=True)]
+        named.used |= {f"layers.{index}.hidden_norm.weight" for index in range(1, count)}
+    return tuple(
+        read_layer(
+            named,
+            f"layers.{index}.",
+            shape,
+            doubled=version == 3 and index == 0,
+            input_norm="if there" if version == 1 and index == 0 else "always",
         )
-        if biased
-        else None,
-        out=named.get(f"{at}self_attn.o_proj.weight", hidden, rows["q"]),
-        gate_up=torch.cat(
-            [named.get(f"{at}mlp.{n}_proj.weight", inner, hidden) for n in ("gate", "up")]
-        ),
-        down=named.get(f"{at}mlp.down_proj.weight", hidden, inner),
-        input_norm=named.get_if_there(input_norm, hidden)
-        if first_of_eagle
-        else named.get(input_norm, hidden),
-        hidden_norm=named.get(hidden_norm, hidden) if version == 3 and index == 0 else None,
-        post_norm=named.get(f"{at}post_attention_layernorm.weight", hidden),
+        for index in range(count)
     )
 
 

@@ -7,12 +7,12 @@ fc is not run before that: it would make the copies a third, at the price of a p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from vllm_specx.draft.paged_cache import PagedCache, Sequence
+from vllm_specx.draft.page_holders import Holder, Holders
+from vllm_specx.draft.paged_cache import Sequence
 from vllm_specx.draft.tree import IntArray
 
 States = tuple[torch.Tensor, ...]
@@ -33,18 +33,13 @@ class Piece:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
-    """sequence: the entries in pages. edge: [hidden], the feature of the entry after them, where an
-    adopted page has another next token. kept: the target's states after that, one piece after the
-    other. acceptance: tokens accepted a draft, recently. lost: its pages were needed elsewhere."""
+class Request(Holder):
+    """edge: [hidden], the feature of the entry after those in pages, where an adopted page has another
+    next token. kept: the target's states after that, one piece after the other."""
 
-    age: int
-    acceptance: float
-    sequence: Sequence = field(default_factory=Sequence)
     edge: torch.Tensor | None = None
     kept: list[Piece] = field(default_factory=list)
     waiting: int = 0
-    lost: bool = False
 
     @property
     def known(self) -> int:
@@ -68,20 +63,11 @@ class Request:
             self.kept = [Piece((whole,), 0, self.waiting)]
 
 
-class Requests:
-    """All requests, and who gives way when the cache is full. cache: where their entries are."""
+class Requests(Holders[Request]):
+    """All requests. cache: where their entries are."""
 
-    def __init__(self, cache: PagedCache) -> None:
-        self._cache = cache
-        self._requests: dict[str, Request] = {}
-        self._usual = 1.0
-        self._seen = 0
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests.values())
+    def new(self, age: int, acceptance: float, sequence: Sequence) -> Request:
+        return Request(age, acceptance, sequence)
 
     def follow(
         self, name: str, position: int, tokens: IntArray, key: str | None = ""
@@ -91,15 +77,9 @@ class Requests:
         tokens: those of the request, at least up to the one after `position`. key: with whom it
         shares pages (paged_cache.Sequence). None: the cache is full, and it is without drafts.
         """
-        request = self._requests.get(name)
+        request = self.holder(name, key)
         if request is None:
-            request = Request(self._seen, self._usual, Sequence(key=key))
-            self._requests[name] = request
-            self._seen += 1
-        if request.lost:
-            if self._cache.available < max(1, self._cache.pages // 8):
-                return None
-            request.lost = False
+            return None
         known = request.known
         if position > known:
             request.forget_waiting()
@@ -107,44 +87,6 @@ class Requests:
         elif position < known:
             self._roll_back(request, position)
         return request
-
-    def judge(self, name: str, right: int) -> None:
-        """A draft of the request had `right` tokens right."""
-        self._usual += 0.01 * (right - self._usual)
-        if (request := self._requests.get(name)) is not None:
-            request.acceptance += 0.1 * (right - request.acceptance)
-
-    def drop(self, name: str) -> None:
-        """The request has ended."""
-        if (request := self._requests.pop(name, None)) is not None:
-            self._cache.free(request.sequence)
-
-    def clear(self) -> None:
-        """Nothing is known of any request, nor is anything in the cache."""
-        self._requests.clear()
-        self._cache.clear()
-
-    def make_room(self, request: Request, end: int) -> bool:
-        """Give the request pages up to `end`; False if it has lost what it had.
-
-        Where even the pages that only wait to be found again are not enough, the request with the
-        lowest acceptance gives way, the youngest first among equals.
-        """
-        missing = self._cache.missing(request.sequence, end)
-        if missing + len(request.sequence.pages) > self._cache.pages:
-            self._lose(request)
-        while not request.lost and self._cache.available < missing:
-            holders = [r for r in self if r.sequence.pages or r is request]
-            self._lose(min(holders, key=lambda r: (r.acceptance, -r.age)))
-        if request.lost:
-            return False
-        self._cache.extend(request.sequence, end)
-        return True
-
-    def _lose(self, request: Request) -> None:
-        self._cache.free(request.sequence)
-        request.forget_waiting()
-        request.lost = True
 
     def _roll_back(self, request: Request, position: int) -> None:
         waiting = position - request.sequence.end - (request.edge is not None)

@@ -38,6 +38,7 @@ class LayerWeights:
     input_norm: [hidden]; None where EAGLE-1's first layer has none. EAGLE-3's norms the embeddings.
     hidden_norm: [hidden], EAGLE-3's norm of the features; None elsewhere.
     post_norm: [hidden], before the MLP.
+    q_norm, k_norm: [head_dim], Qwen3's norms of each head's query and key; None elsewhere.
     """
 
     qkv: torch.Tensor
@@ -48,6 +49,8 @@ class LayerWeights:
     input_norm: torch.Tensor | None
     hidden_norm: torch.Tensor | None
     post_norm: torch.Tensor
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """A draft's keys and values in pages: who owns which, what can be shared, what is freed first.
 
-Only positions whose features came from the target are ever stored, so what is stored of a request
-never has to be taken back when a draft is rejected. The entry at position i is made of the feature
-at i and of token i + 1. A full page is registered under the hash of all tokens up to its end, and
-is shared by any request of the same key that begins with them; its last entry was made with its first
-owner's next token, so it is registered under that too.
+Only entries of committed tokens are ever stored, so what is stored of a request never has to be taken
+back when a draft is rejected. A full page is registered under the hash of all tokens up to its end,
+and is shared by any request of the same key that begins with them. An EAGLE draft's entry at position i
+is made of the target's feature at i and of token i + 1, so a page's last entry was made with its first
+owner's next token, and it is registered under that too; a draft model's is made of the tokens up to i.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class PagedCache:
 
     tokens: how many entries fit, rounded up to whole pages; never grows.
     feature: size of the feature that each registered page keeps of its last entry.
+    looks_ahead: whether an entry depends on the token after its own.
 
     The caller makes sure that there is room (`available`), and frees what it no longer needs. Every
     choice depends on the calls alone, so all tensor-parallel ranks make the same ones.
@@ -64,7 +65,9 @@ class PagedCache:
         feature: int,
         dtype: torch.dtype,
         device: torch.device,
+        looks_ahead: bool = True,
     ) -> None:
+        self._looks_ahead = looks_ahead
         self.pages = max(1, -(-tokens // PAGE))
         self.layers = layers
         self.kv = _zeros((layers, self.pages * PAGE, 2 * kv_heads, head_dim), dtype, device)
@@ -179,12 +182,33 @@ class PagedCache:
         del sequence.digests[-1:]
         return edge
 
+    def adopt_prefix(self, sequence: Sequence, tokens: IntArray, end: int) -> None:
+        """Where entries do not look ahead: share the registered pages that follow the sequence's own
+        entries, as many as there are in a row before `end`.
+
+        sequence: one that starts at 0; pages that it has beyond its end are given back for them.
+        """
+        if sequence.key is None or sequence.end % PAGE:
+            return
+        for p in range(sequence.end // PAGE, end // PAGE):
+            same = self._registered.get(self._digests(sequence, tokens, p + 1)[p])
+            if same is None:
+                return
+            (page,) = same.values()
+            self._hold(page)
+            if p < len(sequence.pages):
+                self._release([sequence.pages[p]])
+                sequence.pages[p] = page
+            else:
+                sequence.pages.append(page)
+            sequence.end = (p + 1) * PAGE
+
     def register(
         self, sequence: Sequence, tokens: IntArray, end: int
     ) -> tuple[list[int], list[int]]:
         """Entries up to `end` are written: make the pages that they filled findable.
 
-        tokens: [end + 1 or more]. Returns the pages registered now and the positions of their last
+        tokens: [end or more], one more where entries look ahead. Returns the pages registered now and the positions of their last
         entries, whose features the caller stores in `edges`.
         """
         pages: list[int] = []
@@ -200,7 +224,7 @@ class PagedCache:
         for p in range(begin, end // PAGE):
             place = p - sequence.first_page
             page = sequence.pages[place]
-            following = int(tokens[(p + 1) * PAGE])
+            following = int(tokens[(p + 1) * PAGE]) if self._looks_ahead else 0
             same = self._registered.setdefault(digests[p], {})
             if (other := same.get(following)) is not None:
                 if other != page:
