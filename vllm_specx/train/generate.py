@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_specx.train import shards
+from vllm_specx.train import shards, tether
 from vllm_specx.train.chat import Chat
 from vllm_specx.train.compute import generation_dtype
 from vllm_specx.train.errors import TrainError
@@ -343,6 +343,7 @@ def main(arguments: list[str]) -> int:
     """Generate in a process of its own, so that the engine's memory is free afterwards."""
     from vllm_specx.train.progress import Progress
 
+    tether.hold()
     settings = GenerateSettings.model_validate_json(Path(arguments[0]).read_text())
     part, parts = (arguments[2] if len(arguments) > 2 else "0/1").split("/")
     hidden = Path(arguments[3]) if len(arguments) > 3 else None

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from vllm_specx.train import shards
+from vllm_specx.train import shards, tether
 from vllm_specx.train.compute import fastest_dtype
 from vllm_specx.train.errors import TrainError
 from vllm_specx.train.generate import KIND as TEXT
@@ -204,6 +204,7 @@ def main(arguments: list[str]) -> int:
     """Extract in a process of its own."""
     from vllm_specx.train.progress import Progress
 
+    tether.hold()
     settings = HiddenSettings.model_validate(json.loads(Path(arguments[0]).read_text()))
     part, parts = (arguments[3] if len(arguments) > 3 else "0/1").split("/")
     with Progress("hidden states", "tok") as progress:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -15,7 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from vllm_specx.setup import cpu
-from vllm_specx.train import hidden, run_state, shards
+from vllm_specx.train import hidden, run_state, shards, tether
 from vllm_specx.train.dataset import Corpus
 from vllm_specx.train.errors import TrainError
 from vllm_specx.train.generate import KIND as TEXT
@@ -108,33 +107,28 @@ def _run(
             None if part == 0 else stack.enter_context(tempfile.TemporaryFile("w+"))
             for part in range(workers)
         ]
-        children = [
-            subprocess.Popen(
-                [sys.executable, "-m", module, str(path), *arguments, f"{part}/{workers}", *more],
-                env={**os.environ, **environment},
-                stderr=said[part],
-            )
-            for part in range(workers)
-        ]
+        children: list[tether.Child] = []
         failed: int | None = None
         try:
+            for part in range(workers):
+                command = [sys.executable, "-m", module, str(path), *arguments]
+                command += [f"{part}/{workers}", *more]
+                children.append(tether.Child(command, {**os.environ, **environment}, said[part]))
             while failed is None:
-                failed = next((i for i, child in enumerate(children) if child.poll()), None)
-                if all(child.returncode == 0 for child in children):
+                ended = [child.status() for child in children]
+                failed = next((i for i, status in enumerate(ended) if status), None)
+                if not any(status != 0 for status in ended):
                     return
                 time.sleep(0.2)
         finally:
             for child in children:
-                child.terminate()
-            for child in children:
-                child.wait()
+                child.end()
         reason = "; see its message above"
         if (kept := said[failed]) is not None:
             kept.seek(0)
             lines = kept.read().strip().splitlines() or [""]
             reason = f": {lines[-1].removeprefix('vllm-specx: ')}"
-        status = children[failed].returncode
-        raise TrainError(f"the stage '{stage}' ended with status {status}{reason}")
+        raise TrainError(f"the stage '{stage}' ended with status {ended[failed]}{reason}")
 
 
 def excluded(corpus: Corpus, files: Sequence[Path], target: str) -> set[int]:
