@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -30,6 +31,24 @@ def _group(child: subprocess.Popen[bytes], number: int) -> None:
 def _same_direction(recorded: np.ndarray, computed: np.ndarray) -> np.ndarray:
     a, b = (torch.from_numpy(x.copy()).view(torch.bfloat16).float() for x in (recorded, computed))
     return torch.nn.functional.cosine_similarity(a, b).numpy()
+
+
+def test_engines_end_with_a_training_run_that_is_killed(tmp_path: Path) -> None:
+    target, out = tiny_target(tmp_path / "target"), tmp_path / "out"
+    command = [sys.executable, "-m", "vllm_specx.cli", "train", "medusa", "--target", str(target)]
+    command += ["--out", str(out), "--tokens", "100000000", "--workers", "1"]
+    log = (tmp_path / "log").open("w+")
+    run = psutil.Popen(command, stderr=log)
+    try:
+        deadline = time.monotonic() + 400
+        while len(started := run.children(recursive=True)) < 2 or not list(out.rglob(".rec*/st*")):
+            assert run.poll() is None, Path(log.name).read_text()[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    finally:
+        run.kill()
+    _, alive = psutil.wait_procs(started, timeout=30)
+    assert not alive
 
 
 def test_killed_generation_goes_on(tmp_path: Path) -> None:
