@@ -134,29 +134,39 @@ def make_prompts(
     round_index: int,
     count: int | None = None,
     multiple_of: int = 1,
+    batch_sizes: Sequence[int] = (),
     tasks: Sequence[str] = (),
 ) -> list[Prompt]:
     """The prompts of one round.
 
     Templates: `count` prompts (default: one a template), each template varied as often as needed.
-    Questions: the next `count` (default all) of the file; a later round goes on where this one ends.
+    Questions: the next `count` (default all) of the file; the next batch size, and then the next
+    round, go on where this one ends.
     cell: names what must not share prompts with anything else of the same round (group, batch).
-    multiple_of: the batch size; the number of prompts is rounded up to it.
+    multiple_of: the batch size; the number of prompts is rounded up to it. batch_sizes: those of a
+    round; none: only this one.
     """
     lines = read_lines(path)
     if tasks:
         lines = [line for line in lines if line.get("task", line.get("category")) in tasks]
         if not lines:
             raise BenchError(f"{path} has no prompts of the tasks {', '.join(tasks)}.")
-    wanted = count or len(lines)
-    wanted = -(-wanted // multiple_of) * multiple_of
+    least = count or len(lines)
+    wanted = _rounded(least, multiple_of)
     if "turns" in lines[0]:
         order = [_question(line) for line in lines]
         random.Random(seed).shuffle(order)
-        start = round_index * wanted
+        sizes = [_rounded(least, size) for size in batch_sizes or (multiple_of,)]
+        before = batch_sizes.index(multiple_of) if batch_sizes else 0
+        start = round_index * sum(sizes) + sum(sizes[:before])
         return [order[(start + i) % len(order)] for i in range(wanted)]
     pools = json.loads(POOLS.read_text())
     return [
         vary(lines[i % len(lines)], f"{seed}/{cell}/{round_index}/{i // len(lines)}", pools)
         for i in range(wanted)
     ]
+
+
+def _rounded(count: int, batch_size: int) -> int:
+    """Whole batches."""
+    return -(-count // batch_size) * batch_size

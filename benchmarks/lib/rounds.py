@@ -120,6 +120,7 @@ def run_cell(
         round_index=round_index,
         count=group.count if levels is None else len(levels),
         multiple_of=batch_size,
+        batch_sizes=scenario.batch_sizes if levels is None else (),
         tasks=group.tasks,
     )
     if levels is not None:

@@ -443,3 +443,20 @@ def test_a_recorded_command_names_no_folder_of_this_machine() -> None:
         "--dataset=q=/d/q.jsonl",
     ]
     assert command(written) == "python -m x benchmarks/a.yaml --out r.json --dataset=q=q.jsonl"
+
+
+def test_no_batch_size_and_no_round_asks_a_question_again(tmp_path: Path) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.write_text(
+        "".join(json.dumps({"question_id": i, "turns": [f"q{i}"]}) + "\n" for i in range(60))
+    )
+    asked = [
+        prompt.id
+        for round_index in range(2)
+        for size in (1, 8)
+        for prompt in make_prompts(
+            file, seed=3, cell=f"x/{size}", round_index=round_index, count=5,
+            multiple_of=size, batch_sizes=(1, 8),
+        )
+    ]  # fmt: skip
+    assert len(asked) == len(set(asked)) == 2 * (5 + 8)
