@@ -247,18 +247,22 @@ def _stages(
     aux_layers: tuple[int, ...],
 ) -> tuple[Path, Path]:
     """(text, hidden states) of the target in the folder `model`, made as far as they are not there."""
-    from vllm_specx.train import pipeline
+    from vllm_specx.train import disk, pipeline
+    from vllm_specx.train.eagle_net import hidden_size
     from vllm_specx.train.generate import GenerateSettings
     from vllm_specx.train.hidden import HiddenSettings
 
     workers = workers or (min(2, os.cpu_count() or 1) if device == "cpu" else 1)
+    kept = disk.Kept(1 + len(aux_layers), hidden_size(model), taught=states != "hidden")
     text_settings = _settings(
         GenerateSettings, target=model, tokens=tokens, prompts=prompts or [], seed=seed
     )
     hidden_settings = _settings(HiddenSettings, target=model, device=device, aux_layers=aux_layers)
     if text is not None:
         folder = pipeline.made_text(text, model)
+        disk.require(kept, folder, out / states, None, workers)
     else:
+        disk.require(kept, out / "text", out / states, text_settings, workers)
         folder = pipeline.make_text(
             text_settings, out, workers, states=states, aux_layers=aux_layers
         )

@@ -38,6 +38,11 @@ def target_layers(target: str) -> int:
     return int(_text_config(target).num_hidden_layers)
 
 
+def hidden_size(target: str) -> int:
+    """The width of the target's hidden states. Raises TrainError."""
+    return int(_text_config(target).hidden_size)
+
+
 def layer_config(target: str, bias: bool | None) -> Any:
     """A LlamaConfig of one layer in the sizes, RoPE and vocabulary of the target's.
 
