@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.support import texts
 from tests.support.engine import Engine, grown, ids
 
 pytestmark = pytest.mark.engine
+HEADS = Path(__file__).parents[2] / "recipes" / "heads"
 LONG = {"max_tokens": 96, "ignore_eos": True}
 
 
@@ -89,6 +91,29 @@ def test_a_stock_draft_model_is_steered_and_tokens_stay(
     chosen = {k for line in lines(trace) for k in line["next_k"]}
     assert len(chosen) > 1, "K moved by itself"
     assert max(chosen) == 4
+
+
+def test_the_forwards_of_a_draft_of_ours_are_counted_and_paid_for(
+    model: str, expected: list[list[int]], tmp_path: Path
+) -> None:
+    method = {
+        "method": "specx:eagle",
+        "model": str(HEADS / "smollm2-135m-eagle3"),
+        "num_speculative_tokens": 5,
+        "controller": {"trace": str(tmp_path / "trace.jsonl")},
+    }
+    engine = Engine(tmp_path / "log", model=model, speculative_config=method)
+    try:
+        assert ids(engine.chat(texts.ALL[:6], batch=1, **LONG)) == expected[:6]
+        assert ids(engine.chat(texts.ALL, batch=12, **LONG)) == expected
+    finally:
+        engine.close()
+    steps = lines(tmp_path / "trace.jsonl")
+    for step, following in itertools.pairwise(steps):
+        if step["requests"] == following["requests"]:
+            assert max(following["drafted"]) <= step["draft_steps"]
+    assert len({step["draft_steps"] for step in steps}) > 2, "drafts of several lengths"
+    assert 0 < steps[-1]["draft_step_seconds"] < 0.5 * steps[-1]["seconds"]
 
 
 @pytest.mark.parametrize(("k", "most"), [(0, 0), (2, 2)])

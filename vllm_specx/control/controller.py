@@ -372,7 +372,7 @@ class Controller:
         elif self.steps % _PAUSE[size >= _MANY] == 0:
             self._plan = None
         if self.trace is not None:
-            step = (tokens, expected, seconds, predicted, pure_decode)
+            step = (tokens, expected, seconds, predicted, draft_steps, pure_decode)
             self._write(request_ids, slots, drafts, hits, *step)
 
     def _foreseen(self, slots: IntArray, drafts: IntArray) -> float:
@@ -484,6 +484,7 @@ class Controller:
         expected: float,
         seconds: float,
         predicted: float,
+        draft_steps: int,
         pure_decode: bool,
     ) -> None:
         assert self.trace is not None
@@ -502,6 +503,8 @@ class Controller:
                 "expected_tokens": round(expected, 3),
                 "seconds": round(seconds, 6),
                 "expected_seconds": round(predicted, 6),
+                "draft_steps": draft_steps,
+                "draft_step_seconds": round(self.cost.draft_step, 6),
                 "next_k": [] if decision is None else decision.k.tolist(),
                 "probe": decision is not None and decision.probe,
                 "time_error": round(self.cost.error, 4),
