@@ -4,9 +4,17 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["AutoProposer", "EagleProposer", "MedusaProposer", "NgramProposer", "__version__"]
+__all__ = [
+    "AutoProposer",
+    "DraftModelProposer",
+    "EagleProposer",
+    "MedusaProposer",
+    "NgramProposer",
+    "__version__",
+]
 _CLASSES = {
     "AutoProposer": "auto",
+    "DraftModelProposer": "draft_model",
     "EagleProposer": "eagle",
     "MedusaProposer": "heads",
     "NgramProposer": "proposers",

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from vllm_specx.config_base import ProposerConfig, Strict
+from vllm_specx.draft.draft_model_config import DraftModelConfig as DraftModelConfig
 from vllm_specx.draft.eagle_config import EagleConfig as EagleConfig
 from vllm_specx.draft.medusa_config import MedusaConfig as MedusaConfig
 
@@ -93,18 +94,24 @@ class StockConfig(ProposerConfig):
     proposer: Literal["stock"] = "stock"
 
 
-SpecxConfig = NgramConfig | MedusaConfig | EagleConfig | AutoConfig | StockConfig
+SpecxConfig = NgramConfig | MedusaConfig | EagleConfig | DraftModelConfig | AutoConfig | StockConfig
 PROPOSERS: dict[str, type[SpecxConfig]] = {
     "ngram": NgramConfig,
     "medusa": MedusaConfig,
     "eagle": EagleConfig,
+    "draft_model": DraftModelConfig,
     "auto": AutoConfig,
     "stock": StockConfig,
 }
 ALIASES = {"eagle3": "eagle"}
 """Other names of proposers; whether a draft is EAGLE or EAGLE-3, its checkpoint says."""
-PLANNED = ("draft_model",)
-DEFAULT_NUM_SPECULATIVE_TOKENS = {"ngram": 32, "medusa": 4, "eagle": 4, "auto": 32}
+DEFAULT_NUM_SPECULATIVE_TOKENS = {
+    "ngram": 32,
+    "medusa": 4,
+    "eagle": 4,
+    "draft_model": 5,
+    "auto": 32,
+}
 
 
 def nearest(word: str, known: list[str]) -> str:
@@ -119,10 +126,6 @@ def proposer_config(name: str) -> type[SpecxConfig]:
     if name in PROPOSERS:
         return PROPOSERS[name]
     usable = sorted(set(PROPOSERS) - {"stock"})
-    if name in PLANNED:
-        raise ConfigError(
-            f"method 'specx:{name}' is not in this version; use one of: {', '.join('specx:' + n for n in usable)}."
-        )
     raise ConfigError(
         f"unknown method 'specx:{name}'; {nearest('specx:' + name, ['specx:' + n for n in usable])}"
     )
@@ -154,7 +157,7 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
             owner = annotation
         return f"unknown key '{path}' in specx; {nearest(str(first['loc'][-1]), list(owner.model_fields))}"
     if first["type"] == "missing":
-        also = ", or 'model' beside the method" if path == "heads" else ""
+        also = ", or 'model' beside the method" if path in ("heads", "draft") else ""
         return f"'{path}' in specx is missing; add it{also}."
     message = first["msg"].removeprefix("Value error, ").rstrip(".")
     if not first["loc"]:

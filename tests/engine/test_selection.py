@@ -68,7 +68,7 @@ for config in configs:
 """
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"method": "specx:ngrm"}, "did you mean 'specx:ngram'"),
-    ({"method": "specx:draft_model"}, "is not in this version"),
+    ({"method": "specx:draft_model"}, "'draft' in specx is missing"),
     ({"method": "specx:ngram", "max_mtch": 3}, "did you mean 'max_match'"),
     ({"method": "specx:ngram", "pool": {"max_token": 3}}, "'pool.max_token'"),
     ({"method": "specx:ngram", "min_match": 0}, "'min_match'"),

@@ -266,7 +266,7 @@ def of_session(session: int) -> list[str]:
         ('{"method": "specx:ngrm"}', "did you mean 'specx:ngram'"),
         ('{"method": "specx:ngram", "pol": "off"}', "did you mean 'pool'"),
         ('{"method": "specx:ngram", "num_speculative_tokens": 0}', "'num_speculative_tokens' is 0"),
-        ('{"method": "specx:draft_model"}', "is not in this version"),
+        ('{"method": "specx:draft_model"}', "'draft' in specx is missing"),
         ('{"method": "specx:medusa"}', "'heads' in specx is missing"),
         ('{"method": "specx:medusa", "model": "no/such/heads"}', "no checkpoint"),
         ('{"method": "ngram", "specx": {"pol": 1}}', "unknown key 'pol'"),

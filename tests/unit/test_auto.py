@@ -36,6 +36,7 @@ class Oracle:
         self.acceptance = acceptance
         self.stops_early = most < DEPTH
         self.draft_steps = 0
+        self.missed: tuple[str, ...] = ()
         self.asked: list[list[int]] = []
 
     def forwards(self, depth: int) -> int:

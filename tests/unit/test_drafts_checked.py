@@ -36,7 +36,7 @@ def configured(folder: Path, version: int, stages: int) -> tuple[Any, dict[str, 
 
 def test_the_layers_that_a_draft_reads_become_part_of_the_configuration(tmp_path: Path) -> None:
     vllm_config, own = configured(tmp_path, 3, 1)
-    seams._check_heads(vllm_config, parse(own))
+    seams._check_draft(vllm_config, parse(own))
     assert own["aux_layers"] == [2, 6, 9]
     assert parse(own) == parse({**own, "aux_layers": (2, 6, 9)})
 
@@ -44,10 +44,10 @@ def test_the_layers_that_a_draft_reads_become_part_of_the_configuration(tmp_path
 def test_inner_states_do_not_cross_pipeline_stages(tmp_path: Path) -> None:
     vllm_config, own = configured(tmp_path, 3, 2)
     with pytest.raises(ConfigError, match="from one pipeline stage to the next"):
-        seams._check_heads(vllm_config, parse(own))
+        seams._check_draft(vllm_config, parse(own))
 
 
 def test_the_last_state_is_where_the_draft_is(tmp_path: Path) -> None:
     vllm_config, own = configured(tmp_path, 1, 2)
-    seams._check_heads(vllm_config, parse(own))
+    seams._check_draft(vllm_config, parse(own))
     assert "aux_layers" not in own

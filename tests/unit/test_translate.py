@@ -6,12 +6,20 @@ from typing import Any
 
 import pytest
 
-from vllm_specx.config import ConfigError, EagleConfig, parse
+from vllm_specx.config import ConfigError, DraftModelConfig, EagleConfig, parse
 from vllm_specx.engine.pools import SALT_KEY, pool_of
 from vllm_specx.engine.translate import translate
 
 METHODS = frozenset({"ngram", "eagle", "draft_model", "custom_class"})
-KEYS = frozenset({"method", "model", "num_speculative_tokens", "prompt_lookup_max"})
+KEYS = frozenset(
+    {
+        "method",
+        "model",
+        "num_speculative_tokens",
+        "prompt_lookup_max",
+        "draft_tensor_parallel_size",
+    }
+)
 
 
 def call(speculative: Any, additional: Any = None) -> tuple[Any, Any]:
@@ -77,6 +85,20 @@ def test_eagle_by_both_names(method: str) -> None:
     assert parse(own) == EagleConfig(heads="x", aux_layers=(2, 5))
 
 
+def test_a_draft_model() -> None:
+    given = {"method": "specx:draft_model", "model": "some/model", "max-model-len": 4096}
+    speculative, additional = call(given)
+    assert speculative == {
+        "method": "custom_class",
+        "model": "vllm_specx.DraftModelProposer",
+        "num_speculative_tokens": 5,
+    }
+    own = {"proposer": "draft_model", "draft": "some/model", "max_model_len": 4096}
+    assert additional == {"specx": own}
+    assert call(speculative, additional) == (speculative, additional)
+    assert parse(own) == DraftModelConfig(draft="some/model", max_model_len=4096)
+
+
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_vllms_own_eagle_stays(method: str) -> None:
     config = {"method": method, "model": "some/draft", "num_speculative_tokens": 3}
@@ -87,7 +109,16 @@ def test_vllms_own_eagle_stays(method: str) -> None:
     ("speculative", "additional", "words"),
     [
         ({"method": "specx:ngrm"}, None, "did you mean 'specx:ngram'"),
-        ({"method": "specx:draft_model"}, None, "'specx:draft_model' is not in this version"),
+        ({"method": "specx:draft_model"}, None, "'draft' in specx is missing; add it, or 'model'"),
+        ({"method": "specx:draft_modl", "model": "x"}, None, "did you mean 'specx:draft_model'"),
+        ({"method": "specx:draft_model", "model": "x", "draft": "y"}, None, "given twice"),
+        ({"method": "specx:draft_model", "model": "x", "dtype": "int8"}, None, "'dtype' in specx"),
+        ({"method": "specx:draft_model", "model": "x", "read_tokens": 1}, None, "'read_tokens'"),
+        (
+            {"method": "specx:draft_model", "model": "x", "draft_tensor_parallel_size": 1},
+            None,
+            "key of vLLM's other methods",
+        ),
         ({"method": "specx:egle"}, None, "did you mean 'specx:eagle'"),
         ({"method": "specx:eagle"}, None, "'heads' in specx is missing"),
         ({"method": "specx:eagle3", "model": "x", "nodes": 8}, None, "to method 'specx:eagle3'"),

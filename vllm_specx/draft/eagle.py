@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_specx.draft.attention import Places
+from vllm_specx.draft.chain_drafts import proposed
 from vllm_specx.draft.chain_rule import ChainRule
 from vllm_specx.draft.chains import ChainSteps, draw
 from vllm_specx.draft.checkpoints import CheckpointError
@@ -19,7 +20,7 @@ from vllm_specx.draft.eagle_config import EagleConfig
 from vllm_specx.draft.eagle_net import EagleNet
 from vllm_specx.draft.eagle_requests import Piece, Request, Requests
 from vllm_specx.draft.eagle_weights import EagleWeights
-from vllm_specx.draft.outcomes import Guess, Outcomes
+from vllm_specx.draft.outcomes import Outcomes
 from vllm_specx.draft.paged_cache import PAGE, PagedCache
 from vllm_specx.draft.paged_layers import Ahead, PagedLayers, Span
 from vllm_specx.draft.proposer import DraftContext, VerifiedRows
@@ -131,6 +132,7 @@ class EagleDrafter:
         self._waiting_rows = 0
         self.depth = _DEPTH
         self.draft_steps = 0
+        self.missed: Collection[str] = ()
         self.stops_early = self._device.type == "cpu"
         self.acceptance = weights.acceptance
         calibration = DepthCalibration(_DEPTH, weights.acceptance)
@@ -179,9 +181,11 @@ class EagleDrafter:
         verified = context.verified
         assert verified is not None
         works = self._works(context, verified)
+        drafting = [work.index for work in works if work.drafts]
+        asked = set(np.flatnonzero(context.budgets > 0).tolist())
+        self.missed = {context.request_ids[i] for i in asked.difference(drafting)}
         if not works:
             return drafts
-        drafting = [work.index for work in works if work.drafts]
         budgets = context.budgets[drafting]
         depth = min(_DEPTH, int(budgets.max())) if drafting else 0
         state = self._absorb(works, context, verified, depth)
@@ -189,22 +193,9 @@ class EagleDrafter:
             return drafts
         goes_on = self.rule.goes_on(budgets, context) if self.stops_early else None
         chains = draw(self._steps(state, depth), len(budgets), depth, goes_on)
-        tokens, probabilities, made = chains.tokens, chains.probabilities, chains.made
         self.draft_steps = chains.steps
-        lengths = self.rule.lengths(probabilities, np.minimum(budgets, made), context)
-        depths = np.arange(depth, dtype=np.int32)
-        for j, i in enumerate(drafting):
-            drafts[i] = DraftTree.chain(tokens[j, : lengths[j]])
-            guessed = int(made[j])
-            self._outcomes.expect(
-                context.request_ids[i],
-                Guess(
-                    DraftTree.chain(tokens[j, :guessed]),
-                    depths[:guessed],
-                    probabilities[j, :guessed],
-                    int(context.num_tokens[i]),
-                ),
-            )
+        for i, draft in proposed(chains, drafting, context, self.rule, self._outcomes).items():
+            drafts[i] = draft
         return drafts
 
     def _works(self, context: DraftContext, verified: VerifiedRows) -> list[_Work]:

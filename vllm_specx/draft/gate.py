@@ -65,6 +65,8 @@ class Gate:
     def expect(self, context: DraftContext, asked: LongArray, drafts: Sequence[DraftTree]) -> None:
         """The drafts that were made, as asked for."""
         for i in np.flatnonzero(asked).tolist():
+            if context.request_ids[i] in self._trained.missed:
+                continue
             self._asked[context.request_ids[i]] = _Asked(
                 drafts[i].tokens, int(asked[i]), int(context.num_tokens[i])
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -91,6 +92,7 @@ class MedusaDrafter:
             self._parallel.pack()
         self.depth = heads.depth
         self.draft_steps = 0
+        self.missed: Collection[str] = ()
         self.acceptance = heads.acceptance
         self._scale = heads.logit_scale
         self._calibration = DepthCalibration(heads.depth, heads.acceptance)

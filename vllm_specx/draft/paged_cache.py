@@ -292,7 +292,7 @@ class PagedCache:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros; on a CPU, memory is only committed where it is written."""
-    if device.type != "cpu":
+    if device.type != "cpu" or 0 in shape:
         return torch.zeros(shape, dtype=dtype, device=device)
     size = torch.empty((), dtype=dtype).element_size()
     plain = np.zeros(int(np.prod(shape)) * size, np.uint8)

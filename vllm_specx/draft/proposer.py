@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -57,6 +57,7 @@ class DraftContext:
     verified: the states of all tokens of this step; None unless the proposer asks for them.
     state_keys: B names; requests of one name have the same states wherever they have the same tokens,
         and may use each other's. A request without a name shares none; None: all may.
+    tokens_read: by the target's forward in this step, of all requests.
     """
 
     request_ids: Sequence[str]
@@ -75,6 +76,7 @@ class DraftContext:
     hidden_states: torch.Tensor | None = None
     verified: VerifiedRows | None = None
     state_keys: Sequence[str | None] | None = None
+    tokens_read: int = 0
 
 
 class Proposer(Protocol):
@@ -92,7 +94,8 @@ class Proposer(Protocol):
 
     @property
     def draft_steps(self) -> int:
-        """Forwards of a draft that the last propose() made; what costs no forward has none."""
+        """Forwards of a draft that the last propose() made; what costs no forward has none. Negative: it did
+        other work beside them, so that the time of this step says nothing of their cost."""
         ...
 
     def propose(self, context: DraftContext) -> list[DraftTree]:
@@ -116,6 +119,11 @@ class TrainedDrafter(Proposer, Protocol):
     @property
     def stops_early(self) -> bool:
         """Whether it makes fewer tokens than it was asked for, where they promise too little."""
+        ...
+
+    @property
+    def missed(self) -> Collection[str]:
+        """Requests that the last propose() was asked for and could not draft for, whatever they promise."""
         ...
 
     def forwards(self, depth: int) -> int:

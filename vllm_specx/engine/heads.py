@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from vllm_specx import config
 from vllm_specx.draft.checkpoint_files import kind_of_checkpoint
 from vllm_specx.draft.checkpoints import CheckpointError, TargetShape, load_heads
+from vllm_specx.draft.draft_model import DraftModelDrafter
 from vllm_specx.draft.eagle import EagleDrafter
 from vllm_specx.draft.medusa import MedusaDrafter
 from vllm_specx.draft.paced import PacedDrafter
@@ -40,7 +42,9 @@ class MedusaProposer(EngineProposer):
         self.proposer = paced(self, drafter) if settings.topology == "chain" else drafter
 
 
-def paced(proposer: EngineProposer, drafter: MedusaDrafter | EagleDrafter) -> Proposer:
+def paced(
+    proposer: EngineProposer, drafter: MedusaDrafter | EagleDrafter | DraftModelDrafter
+) -> Proposer:
     """The drafter, left out where it does not pay; as it is, if the configuration says when to draft."""
     if not drafter.rule.by_goodput:
         return drafter
@@ -126,22 +130,24 @@ def _gathered(weight: torch.Tensor) -> torch.Tensor:
     return gathered
 
 
-def local_folder(checkpoint: str) -> Path:
-    """The checkpoint as a path; a hub name is downloaded (weights and configuration only)."""
+_DRAFT_FILES = ("*.json", "*.safetensors", "*.npy", "*.pt", "*.bin")
+
+
+def local_folder(
+    checkpoint: str, *, key: str = "heads", files: Sequence[str] = _DRAFT_FILES
+) -> Path:
+    """The checkpoint as a path; of a hub name, these files are downloaded. key: who names it, for
+    messages. Raises CheckpointError."""
     path = Path(checkpoint).expanduser()
     if path.exists() or checkpoint.count("/") != 1:
         return path
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(
-                checkpoint, allow_patterns=["*.json", "*.safetensors", "*.npy", "*.pt", "*.bin"]
-            )
-        )
+        return Path(snapshot_download(checkpoint, allow_patterns=list(files)))
     except Exception as error:
         reason = str(error).split("\n")[0][:160]
         raise CheckpointError(
-            f"heads '{checkpoint}' is no local path and cannot be downloaded ({reason}); "
+            f"{key} '{checkpoint}' is no local path and cannot be downloaded ({reason}); "
             "give the path of a folder."
         ) from None

@@ -47,9 +47,14 @@ class EngineProposer(ABC):
         self.requests: dict[str, Any] = {}
         # Ids that have ended; after a fault the proposer is told of them again.
         self.ended: list[str] = []
-        # Forwards of the draft since the scheduler was last told.
+        # Forwards of the draft since the scheduler was last told; negative: see Proposer.draft_steps.
         self.draft_steps = 0
         self.proposer = self.build()
+
+    def made(self, draft_steps: int) -> None:
+        """The proposer's draft_steps of one step, for the scheduler."""
+        untold = min(draft_steps, self.draft_steps) < 0
+        self.draft_steps = -1 if untold else self.draft_steps + draft_steps
 
     @abstractmethod
     def build(self) -> Proposer | None:

@@ -93,7 +93,7 @@ def _create_engine_config(
     try:
         settings = config.parse(vllm_config.additional_config[SELECTED])
         _choose_scheduler(vllm_config, settings)
-        _check_heads(vllm_config, settings)
+        _check_draft(vllm_config, settings)
     except ConfigError as error:
         _refuse(error, usage)
     return vllm_config
@@ -116,9 +116,14 @@ def _choose_scheduler(vllm_config: Any, settings: config.SpecxConfig) -> None:
     scheduler.scheduler_cls = f"vllm_specx.engine.scheduler.{name}"
 
 
-def _check_heads(vllm_config: Any, settings: config.SpecxConfig) -> None:
-    """Draft heads that do not fit are refused here, before the target is loaded."""
+def _check_draft(vllm_config: Any, settings: config.SpecxConfig) -> None:
+    """A draft that does not fit is refused here, before the target is loaded."""
     if isinstance(settings, config.NgramConfig | config.StockConfig):
+        return
+    if isinstance(settings, config.DraftModelConfig):
+        from vllm_specx.engine.draft_model import read_draft_model
+
+        read_draft_model(settings, vllm_config.model_config, values=False)
         return
     from vllm_specx.draft.checkpoints import load_heads
     from vllm_specx.engine.eagle import read_draft, target_shape

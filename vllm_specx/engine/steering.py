@@ -281,11 +281,13 @@ class Steering:
         self._forget()
 
     def took(self, draft_steps: int) -> None:
-        """The step that has finished made so many forwards of our draft: it is learned from now."""
+        """The step that has finished made so many forwards of our draft: it is learned from now. Negative:
+        its time says nothing (draft.proposer.Proposer.draft_steps)."""
         if (seen := self._untold) is None:
             return
         self._untold = None
-        seen[0].draft_steps = draft_steps
+        seen[0].draft_steps = max(draft_steps, 0)
+        seen[0].pure_decode &= draft_steps >= 0
         self._learn(*seen)
         self._forget()
 

@@ -79,7 +79,7 @@ def propose_draft_token_ids(
             drafter.states(hidden_states, aux_hidden_states),
         )
         drafts = to_lists(proposer.propose(context), context)
-        drafter.draft_steps += proposer.draft_steps
+        drafter.made(proposer.draft_steps)
         drafter.ended.clear()
         return drafts
 
@@ -179,6 +179,7 @@ def build_context(
             else None
         ),
         state_keys=[k.state_key for k in known],
+        tokens_read=scheduler_output.total_num_scheduled_tokens,
     )
 
 

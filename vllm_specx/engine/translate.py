@@ -21,9 +21,10 @@ CLASSES = {
     "ngram": "vllm_specx.NgramProposer",
     "medusa": "vllm_specx.MedusaProposer",
     "eagle": "vllm_specx.EagleProposer",
+    "draft_model": "vllm_specx.DraftModelProposer",
     "auto": "vllm_specx.AutoProposer",
 }
-MODEL_KEY = {"medusa": "heads", "eagle": "heads", "auto": "heads"}
+MODEL_KEY = {"medusa": "heads", "eagle": "heads", "draft_model": "draft", "auto": "heads"}
 """What `model`, which vLLM's methods have for a draft, is called in ours."""
 PASSED_ON = frozenset({"num_speculative_tokens"})
 MAX_SPECULATIVE_TOKENS = 128

@@ -1,0 +1,240 @@
+"""A small language model as a proposer (arXiv 2211.17192, 2302.01318): chains by argmax.
+
+It reads what the request says with its own cache. Only committed tokens are written there, so there is
+nothing to take back when a draft is rejected; an accepted token is read again, with the one after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vllm_specx.draft.chain_drafts import proposed
+from vllm_specx.draft.chain_rule import ChainRule
+from vllm_specx.draft.chains import ChainSteps, draw
+from vllm_specx.draft.depth_calibration import DepthCalibration
+from vllm_specx.draft.draft_model_checkpoint import DraftModelWeights
+from vllm_specx.draft.draft_model_config import DraftModelConfig
+from vllm_specx.draft.draft_model_net import DraftModelNet
+from vllm_specx.draft.outcomes import Outcomes
+from vllm_specx.draft.page_holders import Holder, Holders
+from vllm_specx.draft.paged_cache import PAGE, PagedCache, Sequence
+from vllm_specx.draft.paged_layers import Ahead, PagedLayers, Span
+from vllm_specx.draft.proposer import DraftContext
+from vllm_specx.draft.tree import EMPTY_DRAFT, DraftTree, IntArray
+from vllm_specx.draft.vocabularies import Draftable
+
+_DEPTH = 16
+"""The longest draft."""
+_NEAR = _DEPTH + 1
+"""So many new tokens are those of a decode step: they are always read."""
+
+
+class _Requests(Holders[Holder]):
+    def new(self, age: int, acceptance: float, sequence: Sequence) -> Holder:
+        return Holder(age, acceptance, sequence)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """What is read of one request now. index: its place in the batch; tokens: [max_model_len], its."""
+
+    request: Holder
+    index: int
+    tokens: IntArray
+    span: Span
+
+
+class DraftModelDrafter:
+    """Implements draft.proposer.TrainedDrafter with a draft model.
+
+    weights: in the dtype that it runs in (draft_model_checkpoint.load_draft_model). draftable: the ids
+        that mean the same to the target (vocabularies.draftable).
+    max_batch, max_model_len: the engine's. cache_tokens: entries that the draft's K/V cache holds;
+        config.cache_tokens goes before it.
+
+    A request that has not been read to its end, or whose pages were needed by others, drafts nothing.
+    One that is longer than the draft can read, or than the cache, never does.
+    """
+
+    needs_hidden_states: ClassVar[bool] = False
+    needs_verified_rows: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        config: DraftModelConfig,
+        weights: DraftModelWeights,
+        draftable: Draftable,
+        *,
+        max_batch: int,
+        max_model_len: int,
+        cache_tokens: int,
+        device: torch.device | None = None,
+    ) -> None:
+        self._device = device or weights.norm.device
+        self._longest = longest(config, weights, max_model_len)
+        self._read_tokens = config.read_tokens
+        self._last_token = len(weights.embeddings) - 1
+        self._net = DraftModelNet(
+            weights, draftable, positions=self._longest + _DEPTH + 1, device=self._device
+        )
+        tokens = cache_tokens if config.cache_tokens is None else config.cache_tokens
+        self._cache = PagedCache(
+            tokens=min(tokens, max_batch * -(-self._longest // PAGE) * PAGE),
+            layers=len(weights.layers),
+            kv_heads=weights.shape.kv_heads,
+            head_dim=weights.shape.head_dim,
+            feature=0,
+            dtype=weights.embeddings.dtype,
+            device=self._device,
+            looks_ahead=False,
+        )
+        self._layers = PagedLayers(
+            self._net.layers, self._net.rotary, self._cache, self._net.between
+        )
+        self._requests = _Requests(self._cache)
+        self.depth = _DEPTH
+        self.draft_steps = 0
+        self.missed: Collection[str] = ()
+        self.stops_early = self._device.type == "cpu"
+        self.acceptance: tuple[float, ...] = ()
+        calibration = DepthCalibration(_DEPTH)
+        self._outcomes = Outcomes(calibration)
+        self.rule = ChainRule(
+            calibration,
+            min_probability=config.min_probability,
+            token_cost=config.token_cost,
+            on_cpu=self.stops_early,
+        )
+
+    def memory(self) -> int:
+        """Bytes: weights, their packed copies, and the whole cache."""
+        return self._net.bytes + self._cache.nbytes
+
+    def forwards(self, depth: int) -> int:
+        """See draft.proposer.TrainedDrafter."""
+        return depth
+
+    def cache_use(self) -> dict[str, int]:
+        """Pages of the cache: all of them, those that requests hold, and requests known."""
+        return {
+            "pages": self._cache.pages,
+            "used": self._cache.used,
+            "requests": len(self._requests),
+        }
+
+    @torch.inference_mode()
+    def propose(self, context: DraftContext) -> list[DraftTree]:
+        """One draft a request, of at most its budget; see draft.proposer.DraftContext. After a fault
+        nothing is known of any request: what was half done is not read."""
+        try:
+            return self._propose(context)
+        except Exception:
+            self._requests.clear()
+            raise
+
+    def _propose(self, context: DraftContext) -> list[DraftTree]:
+        self.draft_steps = 0
+        for name, right in self._outcomes.learn(context).items():
+            self._requests.judge(name, right)
+        for name in context.finished:
+            self._requests.drop(name)
+        asked = np.flatnonzero(context.budgets > 0).tolist()
+        works, reads = self._works(context, asked)
+        drafting = [work.index for work in works if work.span.drafts]
+        self.missed = {context.request_ids[i] for i in set(asked).difference(drafting)}
+        drafts = [EMPTY_DRAFT] * len(context.request_ids)
+        if not works:
+            return drafts
+        budgets = context.budgets[drafting]
+        depth = min(_DEPTH, int(budgets.max())) if drafting else 0
+        ahead = self._absorb(works, depth)
+        if ahead is not None:
+            goes_on = self.rule.goes_on(budgets, context) if self.stops_early else None
+            chains = draw(self._steps(ahead, depth), len(budgets), depth, goes_on)
+            self.draft_steps = chains.steps
+            made = proposed(chains, drafting, context, self.rule, self._outcomes)
+            for i, draft in made.items():
+                drafts[i] = draft
+        if reads:
+            self.draft_steps = -1
+        return drafts
+
+    def _works(self, context: DraftContext, asked: list[int]) -> tuple[list[_Work], bool]:
+        """What is read now, and whether a prompt is among it."""
+        near: list[tuple[Holder, int]] = []
+        behind: list[tuple[Holder, int]] = []
+        keys = context.state_keys
+        for i in asked:
+            size = int(context.num_tokens[i])
+            if size > self._longest or -(-size // PAGE) > self._cache.pages:
+                continue
+            key = "" if keys is None else keys[i]
+            request = self._requests.holder(context.request_ids[i], key)
+            if request is None:
+                continue
+            if request.sequence.end >= size:
+                self._cache.free(request.sequence)
+            short = size - request.sequence.end <= _NEAR
+            (near if short else behind).append((request, i))
+        works = [self._work(context, request, i, int(context.num_tokens[i])) for request, i in near]
+        left = max(self._read_tokens, context.tokens_read)
+        behind.sort(key=lambda each: each[0].age)
+        reads = False
+        for request, i in behind:
+            size, sequence = int(context.num_tokens[i]), request.sequence
+            tokens = context.token_ids[context.rows[i]]
+            self._cache.adopt_prefix(sequence, tokens, size - 1)
+            end = size if size - sequence.end <= left else (sequence.end + left) // PAGE * PAGE
+            if end <= sequence.end:
+                break
+            left -= end - sequence.end
+            reads = True
+            works.append(self._work(context, request, i, end))
+        for work in works:
+            # All that the request needs, so that nothing is read in vain.
+            if not work.request.lost:
+                self._requests.make_room(work.request, int(context.num_tokens[work.index]))
+        return [work for work in works if not work.request.lost], reads
+
+    def _work(self, context: DraftContext, request: Holder, i: int, end: int) -> _Work:
+        sequence = request.sequence
+        span = Span(sequence, sequence.end, end, drafts=end == int(context.num_tokens[i]))
+        return _Work(request, i, context.token_ids[context.rows[i]], span)
+
+    def _absorb(self, works: list[_Work], depth: int) -> Ahead | None:
+        new = np.concatenate([w.tokens[w.span.begin : w.span.end] for w in works])
+        # A target's placeholders of images may lie outside of the draft's vocabulary.
+        tokens = self._moved(np.clip(new.astype(np.int64), 0, self._last_token))
+        spans = [work.span for work in works]
+        ahead = self._layers.absorb(spans, lambda part: self._net.enter(tokens[part]), depth)
+        for work in works:
+            self._cache.register(work.span.sequence, work.tokens, work.span.end)
+        return ahead
+
+    def _steps(self, ahead: Ahead, depth: int) -> ChainSteps:
+        """Each depth's tokens and probabilities [B]; takes the rows int64 [n] that go on, or None."""
+        for d in range(depth):
+            logits = self._net.leave(ahead.moved, ahead.residual)
+            probability, token = torch.softmax(logits, -1, dtype=torch.float32).max(-1)
+            keep = yield token, probability
+            if d + 1 == depth:
+                return
+            if keep is not None:
+                token = token.index_select(0, keep)
+                self._layers.keep(ahead, keep)
+            self._layers.advance(ahead, *self._net.enter(token))
+
+    def _moved(self, places: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(places).to(self._device, non_blocking=True)
+
+
+def longest(config: DraftModelConfig, weights: DraftModelWeights, max_model_len: int) -> int:
+    """Tokens of a request that is drafted for, at most."""
+    own = config.max_model_len or weights.shape.max_position_embeddings
+    return min(own, max_model_len)
