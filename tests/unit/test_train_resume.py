@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from tests.support.eagle_training import cycling_text, states_of
 from tests.support.training import HIDDEN, tiny_target
@@ -16,6 +17,7 @@ from vllm_specx.train import generate, hidden, pipeline, shards, teacher
 from vllm_specx.train.dataset import Corpus
 from vllm_specx.train.eagle import EagleSettings, EagleTrainer
 from vllm_specx.train.errors import TrainError
+from vllm_specx.train.exclude import Excluded, excluded
 from vllm_specx.train.generate import GREEDY, GenerateSettings, target_identity
 from vllm_specx.train.medusa import MedusaSettings, Trainer
 from vllm_specx.train.prompts import Prompt
@@ -111,7 +113,14 @@ def _cached(target: Path, text: Path, folder: Path) -> Path:
     return folder
 
 
-def _trainer(target: Path, text: Path, states: Path, out: Path, **changes: Any) -> EagleTrainer:
+def _trainer(
+    target: Path,
+    text: Path,
+    states: Path,
+    out: Path,
+    left_out: Excluded | None = None,
+    **changes: Any,
+) -> EagleTrainer:
     settings = {
         "target": str(target), "aux_layers": (0, 1), "depth": 2, "vocab": 100, "epochs": 2,
         "sequences": 4, "validation": 0.1, "patience": 2, "compute": "float32", **changes,
@@ -121,6 +130,7 @@ def _trainer(target: Path, text: Path, states: Path, out: Path, **changes: Any) 
         Corpus(text, states),
         load_target(str(target)),
         out,
+        left_out,
     )
 
 
@@ -181,6 +191,44 @@ def test_a_state_of_another_run_says_what_differs(target: Path, tmp_path: Path) 
     moved = tmp_path / "elsewhere"
     moved.symlink_to(target)
     _trainer(moved, text, states, tmp_path / "out")
+
+
+def test_a_resumed_run_leaves_out_the_same_prompts(target: Path, tmp_path: Path) -> None:
+    text = cycling_text(tmp_path / "text", 120)
+    states = _cached(target, text, tmp_path / "states")
+    corpus = Corpus(text, states)
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    for path, start in ((one, 0), (two, 1)):
+        said = AutoTokenizer.from_pretrained(target).decode(corpus.tokens[start : start + 13])
+        path.write_text(json.dumps({"prompt": said}))
+
+    def trainer(*files: Path) -> EagleTrainer:
+        left_out = excluded(corpus, files, str(target))
+        return _trainer(target, text, states, tmp_path / "out", left_out)
+
+    first = trainer(one, two)
+    left_out = first.excluded.conversations
+    assert 30 < len(left_out) < 90 and not left_out & set(first.validation.tolist())
+    first.save()
+    moved = tmp_path / "moved.jsonl"
+    moved.write_bytes(one.read_bytes())
+    assert np.array_equal(trainer(two, moved).validation, first.validation)
+    for files, said in (
+        (
+            (one,),
+            r"state\.pt is of a run with other files to --exclude \(two\.jsonl is missing now",
+        ),
+        ((), r"one\.jsonl is missing now"),
+    ):
+        with pytest.raises(TrainError, match=said):
+            trainer(*files)
+    three = tmp_path / "three.jsonl"
+    three.write_text('"something else"')
+    with pytest.raises(TrainError, match=r"three\.jsonl was not among them"):
+        trainer(one, two, three)
+    two.write_text('"something else"')
+    with pytest.raises(TrainError, match=r"two\.jsonl has changed since"):
+        trainer(one, two)
 
 
 def _prompts(folder: Path, prompts: list[list[int]], answers: int) -> Corpus:

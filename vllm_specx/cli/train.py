@@ -281,12 +281,12 @@ def _train(
 ) -> None:
     from vllm_specx.train import pipeline
     from vllm_specx.train.dataset import Corpus
+    from vllm_specx.train.exclude import excluded
     from vllm_specx.train.plots import plot_history
     from vllm_specx.train.progress import Progress
 
     corpus = Corpus(text, hidden)
-    left_out = pipeline.excluded(corpus, exclude or [], model)
-    trainer = kind(settings, corpus, weights, out, left_out)
+    trainer = kind(settings, corpus, weights, out, excluded(corpus, exclude or [], model))
     with Progress("heads", "steps") as progress:
         trainer.train(progress.update)
     try:

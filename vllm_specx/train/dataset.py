@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,7 @@ class Corpus:
         return self._maps[kind, shard]
 
     def split(
-        self, validation: float, excluded: set[int], first: int | None = None
+        self, validation: float, excluded: Set[int], first: int | None = None
     ) -> tuple[Ints, Ints]:
         """(train, validation) conversations; a conversation's side depends on its first tokens only.
 

@@ -24,6 +24,7 @@ from vllm_specx.train.eagle_net import (
     written,
 )
 from vllm_specx.train.errors import TrainError
+from vllm_specx.train.exclude import Excluded
 from vllm_specx.train.hidden import AUX
 from vllm_specx.train.loss import CHUNK, sparse_cross_entropy
 from vllm_specx.train.target import TargetWeights
@@ -92,7 +93,7 @@ class EagleTrainer(BaseTrainer[EagleSettings]):
         corpus: Corpus,
         target: TargetWeights,
         out: Path,
-        excluded: set[int] | None = None,
+        excluded: Excluded | None = None,
     ) -> None:
         bias = False if settings.bias is None and settings.version == 3 else settings.bias
         self.config = layer_config(settings.target, bias)

@@ -15,12 +15,10 @@ from pydantic import BaseModel
 
 from vllm_specx.setup import cpu
 from vllm_specx.train import hidden, run_state, shards, tether
-from vllm_specx.train.dataset import Corpus
 from vllm_specx.train.errors import TrainError
 from vllm_specx.train.generate import KIND as TEXT
 from vllm_specx.train.generate import GenerateSettings, target_identity
 from vllm_specx.train.hidden import HiddenSettings
-from vllm_specx.train.prompts import from_files
 
 
 def make_text(
@@ -129,22 +127,6 @@ def _run(
             lines = kept.read().strip().splitlines() or [""]
             reason = f": {lines[-1].removeprefix('vllm-specx: ')}"
         raise TrainError(f"the stage '{stage}' ended with status {ended[failed]}{reason}")
-
-
-def excluded(corpus: Corpus, files: Sequence[Path], target: str) -> set[int]:
-    """Conversations that share a passage with the prompts in `files` (test sets)."""
-    if not files:
-        return set()
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(target)
-    texts = []
-    for prompt in from_files(files):
-        texts += [text for _, text in prompt.messages] + (
-            [prompt.follow_up] if prompt.follow_up else []
-        )
-    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    return corpus.containing(ids)
 
 
 def summary(out: Path) -> str:

@@ -22,6 +22,7 @@ from vllm_specx.train import run_state, shards
 from vllm_specx.train.compute import fastest_dtype
 from vllm_specx.train.dataset import Batches, Corpus, Ints
 from vllm_specx.train.errors import TrainError
+from vllm_specx.train.exclude import Excluded
 from vllm_specx.train.target import TargetWeights
 
 FREE = frozenset({"epochs", "patience", "device", "validate_every", "export_lm_head", "target"})
@@ -93,7 +94,7 @@ class BaseTrainer(ABC, Generic[SettingsT]):
         corpus: Corpus,
         target: TargetWeights,
         out: Path,
-        excluded: set[int] | None = None,
+        excluded: Excluded | None = None,
     ) -> None:
         self.settings, self.corpus, self.target, self.out = settings, corpus, target, out
         self.device = torch.device(settings.device)
@@ -101,8 +102,12 @@ class BaseTrainer(ABC, Generic[SettingsT]):
         for folder in (out, out / "heads"):
             shards.remove_leftovers(folder)
         before = run_state.read(out / run_state.NAME, self.device, settings, FREE)
+        self.excluded = excluded or Excluded()
+        if "excluded" in before:
+            self.excluded.require_same(before["excluded"], out / run_state.NAME)
         self.split_by = before.get("split_by", 64) if before else None
-        train, self.validation = corpus.split(settings.validation, excluded or set(), self.split_by)
+        left_out = self.excluded.conversations
+        train, self.validation = corpus.split(settings.validation, left_out, self.split_by)
         self.runs = corpus.greedy_runs(self.validation)
         if not len(self.runs):
             raise TrainError("there is no greedy answer to validate with; generate more tokens.")
@@ -297,6 +302,7 @@ class BaseTrainer(ABC, Generic[SettingsT]):
             "compute": str(self.dtype).removeprefix("torch."),
             "vocab": self.vocab.token_ids,
             "split_by": self.split_by,
+            "excluded": dict(self.excluded.files),
             "tokens": self.tokens,
             "heads": self.heads.state_dict(),
             "average": self.average.state_dict(),
