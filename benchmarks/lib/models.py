@@ -47,7 +47,7 @@ def resolve_draft(speculative: Mapping[str, Any], target: str) -> dict[str, Any]
 
 
 def _for_stock(draft: Path, target: str) -> Path:
-    from vllm_specx.draft import checkpoints, eagle_checkpoints
+    from vllm_specx.draft import checkpoints, eagle_checkpoints, eagle_export
     from vllm_specx.draft.checkpoint_files import TargetShape, kind_of_checkpoint
     from vllm_specx.train.target import folder_of, load_target
 
@@ -64,7 +64,7 @@ def _for_stock(draft: Path, target: str) -> Path:
     if kind == "medusa":
         checkpoints.save_for_vllm(checkpoints.load_heads(draft, shape), weights.lm_head, folder)
     else:
-        eagle_checkpoints.save_for_vllm(
+        eagle_export.save_for_vllm(
             eagle_checkpoints.load_eagle(draft, shape),
             folder,
             vocab_size=rows,

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from tests.support import eagle_files as synthetic
 from tests.support import synthetic_heads
 from vllm_specx.draft.checkpoints import CheckpointError, TargetShape, load_heads
-from vllm_specx.draft.eagle_checkpoints import load_eagle, most_frequent, save_for_vllm
+from vllm_specx.draft.eagle_checkpoints import load_eagle, most_frequent
+from vllm_specx.draft.eagle_export import save_for_vllm
 from vllm_specx.draft.eagle_weights import EagleWeights
 
 HIDDEN, VOCAB, IDS = synthetic.HIDDEN, synthetic.VOCAB, synthetic.IDS

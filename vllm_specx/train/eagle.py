@@ -269,7 +269,7 @@ class EagleTrainer(BaseTrainer[EagleSettings]):
         whole = len(self.vocab) == self.target.vocab_size
         if settings.version == 1:
             config["architectures"] = ["LlamaForCausalLM"]
-            # Stock vLLM knows no draft vocabulary here: eagle_checkpoints.save_for_vllm leaves it out.
+            # Stock vLLM knows no draft vocabulary here: eagle_export.save_for_vllm leaves it out.
             tensors |= {} if whole else self.vocab.token_map()
         else:
             config |= {
