@@ -1,0 +1,158 @@
+"""A draft model in the real engine: tokens stay, and the draft's own cache is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import TIGHT
+from tests.support import texts
+from tests.support.drafts import (
+    SHORT,
+    check_cached_prefix,
+    check_come_and_go,
+    check_in_batches,
+    check_nothing_left,
+    check_preemption_and_chunks,
+    counted,
+)
+from tests.support.engine import Engine, EngineError, ids
+from tests.support.ranks import check_two_ranks
+from tests.support.twins import qwen_pair, tokenizer, twin, without_layers
+
+pytestmark = pytest.mark.engine
+
+
+def speculation(draft: str | Path, **more: Any) -> dict[str, Any]:
+    """Always four tokens."""
+    return {
+        "method": "specx:draft_model",
+        "model": str(draft),
+        "num_speculative_tokens": 4,
+        "min_probability": 0.0,
+        "controller": {"static_k": 4},
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Engine) -> list[list[int]]:
+    return ids(plain.chat(texts.ALL[:8], batch=8, **SHORT))
+
+
+@pytest.fixture(scope="module")
+def shorter(model: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The target without three of its thirty layers."""
+    return without_layers(tmp_path_factory.mktemp("shorter") / "draft", model, range(25, 28))
+
+
+@pytest.fixture(scope="module")
+def roomy(model: str, shorter: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    engine = Engine(
+        tmp_path_factory.mktemp("roomy") / "log",
+        model=model,
+        speculative_config=speculation(shorter),
+    )
+    yield engine
+    engine.close()
+
+
+def test_no_token_changes(roomy: Engine, expected: list[list[int]]) -> None:
+    check_in_batches(roomy, expected, least=1.0)
+    check_nothing_left(roomy)
+
+
+def test_preemption_and_chunks_change_neither_tokens_nor_acceptance(
+    model: str, shorter: str, roomy: Engine, plain: Engine, tmp_path: Path
+) -> None:
+    tight = Engine(
+        tmp_path / "log",
+        model=model,
+        speculative_config=speculation(shorter, read_tokens=64),
+        **TIGHT,
+    )
+    try:
+        check_preemption_and_chunks(tight, roomy, plain)
+    finally:
+        tight.close()
+
+
+def test_the_target_itself_is_all_but_always_right(
+    model: str, expected: list[list[int]], tmp_path: Path
+) -> None:
+    """Drafts as long as pay; prompts that are read in parts."""
+    engine = Engine(
+        tmp_path / "log",
+        model=model,
+        speculative_config={
+            "method": "specx:draft_model",
+            "model": model,
+            "num_speculative_tokens": 6,
+            "read_tokens": 16,
+            "min_probability": 0.2,
+        },
+    )
+    try:
+        got, drafts, drafted, accepted = counted(
+            engine, lambda: ids(engine.chat(texts.ALL[:8], batch=4, **SHORT))
+        )
+        assert got == expected
+        assert drafts > 8
+        # What is left comes of min_probability's own estimate and of near-ties.
+        assert accepted > 0.95 * drafted
+    finally:
+        engine.close()
+
+
+def test_by_goodput_no_token_changes(
+    model: str, shorter: str, expected: list[list[int]], tmp_path: Path
+) -> None:
+    """As users have it: whether and how much is drafted follows acceptance and step times."""
+    engine = Engine(
+        tmp_path / "log",
+        model=model,
+        speculative_config={"method": "specx:draft_model", "model": shorter},
+    )
+    try:
+        for batch in (1, 8):
+            assert ids(engine.chat(texts.ALL[:8], batch=batch, **SHORT)) == expected
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_a_cached_prefix_changes_neither_tokens_nor_acceptance(
+    model: str, shorter: str, tmp_path: Path
+) -> None:
+    check_cached_prefix(model, tmp_path, speculation(shorter))
+
+
+@pytest.mark.slow
+def test_two_hundred_requests_come_and_go(roomy: Engine) -> None:
+    check_come_and_go(roomy, 200)
+
+
+def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
+    """The draft is whole on both, though its heads do not divide, and ids of padding are not drafted."""
+    target, draft = qwen_pair(tmp_path)
+    check_two_ranks(tmp_path, target, speculation(draft))
+
+
+def test_what_does_not_fit_is_refused_before_the_target_is_loaded(
+    model: str, tmp_path: Path
+) -> None:
+    draft = twin(tmp_path / "draft", "llama")
+    tokenizer(draft, [f"w{i}" for i in range(96)])
+    for config, said in (
+        (
+            speculation(draft),
+            r"CheckpointError: .* has another vocabulary .* token 0, the first of",
+        ),
+        (speculation(tmp_path / "none"), r"CheckpointError: there is no draft model"),
+    ):
+        with pytest.raises(EngineError, match=said):
+            Engine(tmp_path / "log", model=model, speculative_config=config)
+        assert "Starting to load model" not in (tmp_path / "log").read_text()
