@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -102,27 +103,49 @@ def test_a_long_prompt_beside_four_decodes(
     assert [world.said[str(i)] for i in range(4)] == [480] * 4
 
 
-def test_the_cost_of_our_own_forwards_is_told_from_that_of_verifying(
+@pytest.fixture
+def head_world(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Drafts of 0 to 4 tokens that take as many forwards, of 4% of a step each."""
+) -> Callable[[Stream], World]:
+    """Two requests and drafts of up to 4 tokens that take as many forwards, of 4% of a step each."""
     heads = {f"blocks.{i}.layers.0.weight": torch.randn(128, 128) for i in range(4)}
     shape = {"hidden_size": 128, "vocab_size": VOCAB, "num_heads": 4, "num_hidden_layers": 1}
-    write(
-        tmp_path / "heads",
-        {**heads, "lm_head.weight": torch.randn(VOCAB, 128)},
-        vllm_config(**shape),
-    )
-    method = {"method": "specx:medusa", "model": str(tmp_path / "heads")}
-    world = World(model, monkeypatch, asynchronous=False, method=method, max_k=4)
-    for i in range(2):
-        world.add(str(i), Stream(lambda said: 0.5, tokens=480))
+    tensors = {**heads, "lm_head.weight": torch.randn(VOCAB, 128)}
+    method = {
+        "method": "specx:medusa",
+        "model": str(write(tmp_path / "heads", tensors, vllm_config(**shape))),
+    }
+
+    def start(stream: Stream) -> World:
+        world = World(model, monkeypatch, asynchronous=False, method=method, max_k=4)
+        for i in range(2):
+            world.add(str(i), stream)
+        return world
+
+    return start
+
+
+def test_the_cost_of_our_own_forwards_is_told_from_that_of_verifying(
+    head_world: Callable[[Stream], World],
+) -> None:
+    world = head_world(Stream(lambda said: 0.5, tokens=480))
     for _ in range(200):
         world.step()
     cost = world.controller.cost
     assert cost.draft_step == pytest.approx(0.04 * STEP, rel=0.25)
     for drafts in (0, 4, 8):
         assert cost.time(2, 2 + drafts) == pytest.approx(step_seconds(2, 2 + drafts, 0), rel=0.05)
+
+
+def test_what_a_step_without_drafts_takes_is_measured_although_all_draft(
+    head_world: Callable[[Stream], World],
+) -> None:
+    world = head_world(Stream(lambda said: 0.9, tokens=480))
+    for _ in range(60):
+        world.step()
+    rests = [n for n, step in enumerate(world.steps) if not step.k and not step.prefill]
+    assert 4 <= len(rests) <= 6
+    assert max(rests) < 30, "once is enough"
 
 
 @pytest.mark.parametrize(

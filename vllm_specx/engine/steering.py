@@ -37,6 +37,10 @@ COSTS_KNOWN = 256
 """Draft tokens of a step up to which its cost is told to the worker."""
 COSTS_EVERY = 8
 """Steps between two updates of those costs."""
+_RESTS = 4
+"""Steps without drafts that must have been measured in a batch of about this size."""
+_REST_EVERY = 4
+"""Until then, so many steps from one of them to the next."""
 IDLE_SECONDS = 0.005
 """A pause longer than this between two steps is waiting for work, not a part of the step."""
 
@@ -114,6 +118,7 @@ class Steering:
         self._limits: dict[str, int] = {}
         self._gone: list[str] = []
         self._untold: _Seen | None = None
+        self._crowded = 0
 
     # Requests
 
@@ -167,16 +172,18 @@ class Steering:
             done = request.num_computed_tokens + count
             if done >= request.num_tokens + request.num_output_placeholders:
                 samples.append(request_id)
-        chosen = self._choose(output, samples)
+        chosen = self._choose(output, samples, pure)
         self._steps[id(output)] = _Step(started, decoding, pure, chosen)
 
-    def _choose(self, output: Any, request_ids: list[str]) -> int:
+    def _choose(self, output: Any, request_ids: list[str], pure_decode: bool) -> int:
         """Set K of the drafts that follow this step. Returns the draft steps it takes."""
         self._chosen = {}
         if not request_ids:
             return 0
         if self.self_paced or self.after_drafting:
             limits = {i: self._limits.get(i, self.max_k) for i in request_ids}
+            if self.self_paced and pure_decode and self._rests(len(limits)):
+                limits = dict.fromkeys(limits, 0)
             if self.method not in FULL_K_ONLY:
                 output.num_spec_tokens_to_schedule = max(limits.values())
             if self.self_paced:
@@ -188,6 +195,17 @@ class Steering:
         self._chosen = dict(zip(request_ids, decision.k.tolist(), strict=True))
         output.num_spec_tokens_to_schedule = decision.uniform_k
         return max(decision.uniform_k, self.controller.least_draft_steps)
+
+    def _rests(self, batch: int) -> bool:
+        """Whether nothing is drafted now, to learn what a step without drafts takes: if every step of
+        such a batch had some, nothing would show that they do not pay."""
+        settings, cost = self._settings, self.controller.cost
+        if not settings.enabled or settings.static_k is not None or settings.k_min:
+            return False
+        if not cost.prior.draft_step or cost.visits(batch, batch) >= _RESTS:
+            return False
+        self._crowded += 1
+        return self._crowded % _REST_EVERY == 0
 
     def _told(self, batch: int) -> npt.NDArray[np.float64] | None:
         cost = self.controller.cost
