@@ -125,10 +125,13 @@ def head_world(
     return start
 
 
+@pytest.mark.parametrize("reading", [0.0, 0.4])
 def test_the_cost_of_our_own_forwards_is_told_from_that_of_verifying(
-    head_world: Callable[[Stream], World],
+    head_world: Callable[[Stream], World], reading: float
 ) -> None:
+    """Steps in which a draft reads prompts, too, say nothing of it."""
     world = head_world(Stream(lambda said: 0.5, tokens=480))
+    world.reading = reading
     for _ in range(200):
         world.step()
     cost = world.controller.cost

@@ -119,6 +119,10 @@ class World:
         self._drafting = 0
         self._forwards = self.method == "custom_class" and method["method"] != "specx:ngram"
         self._lengths: dict[str, int] = {}
+        self.reading = (
+            0.0  # the share of steps in which our draft reads prompts too, which takes long
+        )
+        self._reads = False
 
     @property
     def controller(self) -> Any:
@@ -163,7 +167,8 @@ class World:
             drafts = [self.random.integers(0, 1000, lengths[i]).tolist() for i in result.req_ids]
             taken = DraftTokenIds(list(result.req_ids), drafts)
             if self._forwards:
-                setattr(taken, DRAFT_STEPS, max(lengths.values(), default=0))
+                made = max(lengths.values(), default=0)
+                setattr(taken, DRAFT_STEPS, -1 if self._reads else made)
             self.scheduler.update_draft_token_ids(taken)
 
     def _draft_length(self, name: str, output: Any) -> int:
@@ -200,6 +205,8 @@ class World:
         if self._forwards:
             self._lengths = {name: self._draft_length(name, output) for name in names}
             self._drafting = max(self._lengths.values(), default=0)
+        self._reads = self.reading > 0 and bool(self.random.random() < self.reading)
+        self.now += 3 * STEP * self._reads
         self.now += step_seconds(
             len(names), sum(output.num_scheduled_tokens.values()),
             self._drafting if self._forwards or self.method == "draft_model" else 0,
