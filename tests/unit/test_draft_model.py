@@ -160,6 +160,24 @@ def test_a_long_prompt_is_read_in_parts_while_others_draft(qwen: Model) -> None:
     assert [longer for _, _, longer in reads].index(True) == 10
 
 
+def test_who_came_first_is_read_first(qwen: Model) -> None:
+    each = drafter(qwen[0], keys={"read_tokens": 64})
+    known = {"first": text(150, 1), "second": text(150, 2)}
+    drafted(each, known)
+    for _ in range(2):
+        known = {name: [*known[name], 7] for name in reversed(sorted(known))}
+        drafts = drafted(each, {name: known[name] for name in ("second", "first")})
+    assert [bool(draft) for draft in drafts] == [False, True]
+
+
+def test_nothing_new_to_read(qwen: Model) -> None:
+    path, reference = qwen
+    each = drafter(path)
+    known = {"a": text(50, 1), "b": text(60, 2)}
+    for _ in range(2):
+        assert drafted(each, known) == wanted(reference, known)
+
+
 def test_what_the_target_reads_in_a_step_is_read_with_it(qwen: Model) -> None:
     path, reference = qwen
     each = drafter(path, keys={"read_tokens": 64})
@@ -229,6 +247,38 @@ def test_two_with_the_same_prompt_at_once(qwen: Model) -> None:
             assert drafts[0] == []
     assert drafts == wanted(reference, known)
     assert each.cache_use()["used"] == 14
+
+
+@pytest.mark.parametrize("length", [79, 80, 81])
+def test_the_same_prompt_again(qwen: Model, length: int) -> None:
+    path, reference = qwen
+    each = drafter(path)
+    for name in "ab":
+        known = {name: text(length, 1)}
+        assert drafted(each, known) == wanted(reference, known)
+
+
+def test_another_gets_ahead_with_the_same_prompt(qwen: Model) -> None:
+    """Then the rest is not read again, and the pages that were meant for it are given back."""
+    path, reference = qwen
+    each = drafter(path, keys={"read_tokens": 64})
+    known = {"slow": text(200, 1), "fast": text(200, 1)}
+    assert drafted(each, {"slow": known["slow"]}) == [[]]
+    fast = {"fast": known["fast"]}
+    assert drafted(each, fast, tokens_read=1000) == wanted(reference, fast)
+    assert drafted(each, known, tokens_read=0) == wanted(reference, known)
+    assert each.cache_use()["used"] == 12 + 2
+    drafted(each, {"x": [1]}, budgets=0, finished=["slow", "fast"])
+    assert each.cache_use() | {"used": 0, "requests": 0} == each.cache_use()
+
+
+def test_what_finds_no_room_takes_no_time_from_others(qwen: Model) -> None:
+    path, reference = qwen
+    each = drafter(path, cache_tokens=10 * 16, keys={"read_tokens": 64})
+    known = {"large": text(170, 1), "small": text(40, 2)}
+    for _ in range(3):
+        assert drafted(each, known) == [[], wanted(reference, known)[1]]
+        known["small"] += text(18, len(known["small"]))
 
 
 def test_a_full_cache_takes_the_pages_of_the_least_accepted(qwen: Model) -> None:

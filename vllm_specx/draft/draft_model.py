@@ -170,36 +170,40 @@ class DraftModelDrafter:
         near: list[tuple[Holder, int]] = []
         behind: list[tuple[Holder, int]] = []
         keys = context.state_keys
+        sizes = context.num_tokens.tolist()
         for i in asked:
-            size = int(context.num_tokens[i])
-            if size > self._longest or -(-size // PAGE) > self._cache.pages:
+            if sizes[i] > self._longest:
                 continue
             key = "" if keys is None else keys[i]
             request = self._requests.holder(context.request_ids[i], key)
             if request is None:
                 continue
-            if request.sequence.end >= size:
+            if request.sequence.end >= sizes[i]:
                 self._cache.free(request.sequence)
-            short = size - request.sequence.end <= _NEAR
+            short = sizes[i] - request.sequence.end <= _NEAR
             (near if short else behind).append((request, i))
-        works = [self._work(context, request, i, int(context.num_tokens[i])) for request, i in near]
+        works = [
+            self._work(context, request, i, sizes[i])
+            for request, i in near
+            if not request.lost and self._requests.make_room(request, sizes[i])
+        ]
         left = max(self._read_tokens, context.tokens_read)
-        behind.sort(key=lambda each: each[0].age)
         reads = False
-        for request, i in behind:
-            size, sequence = int(context.num_tokens[i]), request.sequence
-            tokens = context.token_ids[context.rows[i]]
-            self._cache.adopt_prefix(sequence, tokens, size - 1)
-            end = size if size - sequence.end <= left else (sequence.end + left) // PAGE * PAGE
-            if end <= sequence.end:
+        for request, i in sorted(behind, key=lambda each: each[0].age):
+            if left < PAGE:
                 break
+            sequence, size = request.sequence, sizes[i]
+            if not request.lost:
+                tokens = context.token_ids[context.rows[i]]
+                self._cache.adopt_prefix(sequence, tokens, size - 1)
+            # All that it needs, so that nothing is read in vain.
+            if request.lost or not self._requests.make_room(request, size):
+                continue
+            end = size if size - sequence.end <= left else (sequence.end + left) // PAGE * PAGE
             left -= end - sequence.end
             reads = True
             works.append(self._work(context, request, i, end))
-        for work in works:
-            # All that the request needs, so that nothing is read in vain.
-            if not work.request.lost:
-                self._requests.make_room(work.request, int(context.num_tokens[work.index]))
+        # Who came later may have needed the pages of who came earlier.
         return [work for work in works if not work.request.lost], reads
 
     def _work(self, context: DraftContext, request: Holder, i: int, end: int) -> _Work:
