@@ -18,6 +18,8 @@ from vllm_specx.draft.medusa import MedusaDrafter
 from vllm_specx.draft.paced import PacedDrafter
 from vllm_specx.draft.proposer import Proposer
 from vllm_specx.engine.proposers import EngineProposer
+from vllm_specx.models.embedded import PREFIX
+from vllm_specx.models.embedded import checkpoint as embedded_checkpoint
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -136,8 +138,10 @@ _DRAFT_FILES = ("*.json", "*.safetensors", "*.npy", "*.pt", "*.bin")
 def local_folder(
     checkpoint: str, *, key: str = "heads", files: Sequence[str] = _DRAFT_FILES
 ) -> Path:
-    """The checkpoint as a path; of a hub name, these files are downloaded. key: who names it, for
+    """The checkpoint as a path, also of `embedded:NAME`; of a hub name, these files are downloaded. key: who names it, for
     messages. Raises CheckpointError."""
+    if checkpoint.startswith(PREFIX):
+        return embedded_checkpoint(checkpoint)
     path = Path(checkpoint).expanduser()
     if path.exists() or checkpoint.count("/") != 1:
         return path
