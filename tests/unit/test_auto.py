@@ -191,14 +191,17 @@ def test_prospects_follow_what_happens() -> None:
     made, accepted = prospects.reach(["a"])
     assert made[0] == pytest.approx([1.0, 1.0, 1.0])
     assert accepted[0] == pytest.approx([0.6, 0.3, 0.15])
+    always = np.array([[3, 3], [3, 1], [3, 0], [0, 1]])
     for _ in range(40):
-        prospects.learn("a", 3, 3, 3, failed=False)
-        prospects.learn("b", 3, 1, 0, failed=True)
+        prospects.learn(["a", "b"], *always)
     made, reach = prospects.reach(["a", "b", "c"])
     assert made[1, 0] > 0.9 and made[1, 1] < 0.15 and made[0, 2] > 0.9
     assert reach[0, 2] > 0.6
     assert reach[1, 0] < 0.15
     assert reach[1, 0] < reach[2, 0] < reach[0, 0]
+    for n in range(20):
+        prospects.learn([f"other {n}"], *always[:, :1])
+    assert prospects.reach(["b"])[1][0, 0] < 0.2, "more requests than there was room for"
     prospects.forget(["a", "b"])
     assert (prospects.reach(["a"])[1] == prospects.reach(["c"])[1]).all()
 

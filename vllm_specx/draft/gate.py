@@ -49,6 +49,8 @@ class Gate:
 
     def learn(self, context: DraftContext) -> None:
         """What became of the drafts that this step verified."""
+        judged: list[str] = []
+        outcomes: list[tuple[int, int, int, int]] = []
         for i, request in enumerate(context.request_ids):
             sampled = context.sampled[i]
             if not sampled or (asked := self._asked.pop(request, None)) is None:
@@ -57,7 +59,10 @@ class Gate:
                 right = agreeing(asked.tokens, sampled)
                 # The scheduler may have cut the draft: what it did not verify, it did not refuse.
                 failed = right < min(asked.count, len(sampled))
-                self.prospects.learn(request, asked.count, len(asked.tokens), right, failed)
+                judged.append(request)
+                outcomes.append((asked.count, len(asked.tokens), right, failed))
+        if judged:
+            self.prospects.learn(judged, *np.array(outcomes, np.int64).T)
         self.prospects.forget(context.finished)
         for request in context.finished:
             self._asked.pop(request, None)

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
 
 _MEMORY = 0.95
 """What a request's evidence is worth after one more draft."""
@@ -34,35 +35,53 @@ class Prospects:
         # [made or accepted, trials and successes, depth].
         self._all: FloatArray = np.full((2, 2, depth), 10.0)
         self._all[1, 1] *= start
-        self._own: dict[str, FloatArray] = {}
+        # By slot; the first is of requests without evidence, and stays empty.
+        self._own: FloatArray = np.zeros((8, 2, 2, depth))
+        self._slots: dict[str, int] = {}
+        self._free = list(range(7, 0, -1))
+        self._depths = np.arange(depth)
 
     def reach(self, requests: Sequence[str]) -> tuple[FloatArray, FloatArray]:
         """Two of float64 [B, depth]: the probabilities that a draft that is asked for down to each depth
         gets there, and that all of it is accepted down to there."""
+        own = self._own[[self._slots.get(request, 0) for request in requests]]
         rates = self._all[:, 1] / self._all[:, 0]
-        found = np.broadcast_to(rates, (len(requests), *rates.shape)).copy()
-        for i, request in enumerate(requests):
-            if (own := self._own.get(request)) is not None:
-                found[i] = (own[:, 1] + _PRIOR * rates) / (own[:, 0] + _PRIOR)
+        found = (own[:, :, 1] + _PRIOR * rates) / (own[:, :, 0] + _PRIOR)
         reached: FloatArray = np.cumprod(found, axis=2, dtype=np.float64)
         return reached[:, 0], reached[:, 1]
 
-    def learn(self, request: str, asked: int, made: int, accepted: int, failed: bool) -> None:
-        """One draft's outcome: `made` of `asked` tokens, of which `accepted` in a row were right.
+    def learn(
+        self, requests: Sequence[str], asked: Counts, made: Counts, accepted: Counts, failed: Counts
+    ) -> None:
+        """The outcomes of one draft each: `made` of `asked` tokens, of which `accepted` in a row were
+        right; int [n] all.
 
-        failed: the token after these was wrong, or not made though asked for; if not, it was not tried.
+        failed: 1 if the token after these was wrong, or not made though asked for; 0: it was not tried.
         """
-        own = self._own.setdefault(request, np.zeros((2, 2, self.depth)))
-        good = made, accepted
-        tried = min(made + 1, asked), min(accepted + failed, asked)
-        for counts, memory in ((own, _MEMORY), (self._all, _MEMORY_OF_ALL)):
-            for kind in (0, 1):
-                # Only what has new evidence is forgotten.
-                counts[kind, :, : tried[kind]] *= memory
-                counts[kind, 0, : tried[kind]] += 1.0
-                counts[kind, 1, : good[kind]] += 1.0
+        slots = [self._slot(request) for request in requests]
+        tried = np.stack([np.minimum(made + 1, asked), np.minimum(accepted + failed, asked)], 1)
+        new = self._depths < tried[..., None]  # [n, made or accepted, depth]
+        right = self._depths < np.stack([made, accepted], 1)[..., None]
+        # Only what has new evidence is forgotten.
+        own = self._own[slots] * np.where(new, _MEMORY, 1.0)[:, :, None]
+        own += np.stack([new, right], 2)
+        self._own[slots] = own
+        self._all *= (_MEMORY_OF_ALL ** new.sum(0))[:, None]
+        self._all += np.stack([new.sum(0), right.sum(0)], 1)
 
     def forget(self, requests: Sequence[str]) -> None:
         """Requests that have ended."""
         for request in requests:
-            self._own.pop(request, None)
+            if slot := self._slots.pop(request, 0):
+                self._own[slot] = 0.0
+                self._free.append(slot)
+
+    def _slot(self, request: str) -> int:
+        slot = self._slots.get(request, 0)
+        if not slot:
+            if not self._free:
+                size = len(self._own)
+                self._own = np.concatenate([self._own, np.zeros_like(self._own)])
+                self._free = list(range(2 * size - 1, size - 1, -1))
+            slot = self._slots[request] = self._free.pop()
+        return slot
