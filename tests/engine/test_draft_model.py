@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.support.drafts import (
     check_preemption_and_chunks,
     counted,
 )
-from tests.support.engine import Engine, EngineError, ids
+from tests.support.engine import Engine, EngineError, grown, ids
 from tests.support.ranks import check_two_ranks
 from tests.support.twins import qwen_pair, tokenizer, twin, without_layers
 
@@ -60,11 +61,13 @@ def roomy(model: str, shorter: str, tmp_path_factory: pytest.TempPathFactory) ->
     engine.close()
 
 
+@pytest.mark.slow
 def test_no_token_changes(roomy: Engine, expected: list[list[int]]) -> None:
     check_in_batches(roomy, expected, least=1.0)
     check_nothing_left(roomy)
 
 
+@pytest.mark.slow
 def test_preemption_and_chunks_change_neither_tokens_nor_acceptance(
     model: str, shorter: str, roomy: Engine, plain: Engine, tmp_path: Path
 ) -> None:
@@ -78,6 +81,43 @@ def test_preemption_and_chunks_change_neither_tokens_nor_acceptance(
         check_preemption_and_chunks(tight, roomy, plain)
     finally:
         tight.close()
+
+
+def test_small_models_with_preemption_and_chunks(tmp_path: Path) -> None:
+    """As above with models that take seconds: two families of prompts, of which one shares a prefix."""
+    target, draft = qwen_pair(tmp_path)
+    chance = random.Random(0)
+    prefix = [chance.randrange(1000) for _ in range(64)]
+    prompts = [
+        [*(prefix if i % 2 else []), *(chance.randrange(1000) for _ in range(90))]
+        for i in range(12)
+    ]
+    settings = {"max_tokens": 64, "ignore_eos": True, "detokenize": False}
+    said = []
+    for config in (None, speculation(draft, read_tokens=32)):
+        engine = Engine(
+            tmp_path / "log",
+            model=target,
+            skip_tokenizer_init=True,
+            enable_prefix_caching=True,
+            speculative_config=config,
+            **(TIGHT if config else {}),
+        )
+        try:
+            before = engine.counters()
+            got, drafts, _, accepted = counted(
+                engine, lambda e=engine: ids(e.tokens(prompts, **settings))
+            )
+            said.append(got)
+            if config:
+                assert grown(before, engine.counters(), "num_preemptions") > 0
+                assert accepted > drafts // 2 > 100
+                # What has finished is known in the step after.
+                engine.tokens([[1, 2, 3]], max_tokens=2, detokenize=False)
+                assert engine.draft_cache()["used"] <= 1
+        finally:
+            engine.close()
+    assert said[0] == said[1]
 
 
 def test_the_target_itself_is_all_but_always_right(
@@ -107,6 +147,7 @@ def test_the_target_itself_is_all_but_always_right(
         engine.close()
 
 
+@pytest.mark.slow
 def test_by_goodput_no_token_changes(
     model: str, shorter: str, expected: list[list[int]], tmp_path: Path
 ) -> None:
@@ -149,7 +190,7 @@ def test_what_does_not_fit_is_refused_before_the_target_is_loaded(
     for config, said in (
         (
             speculation(draft),
-            r"CheckpointError: .* has another vocabulary .* token 0, the first of",
+            r"CheckpointError: .* has another vocabulary .* token 17, the first of 79",
         ),
         (speculation(tmp_path / "none"), r"CheckpointError: there is no draft model"),
     ):
