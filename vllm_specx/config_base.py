@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -21,6 +21,8 @@ class ProposerConfig(Strict):
 
     controller: ControllerConfig = ControllerConfig()
     """How the draft length follows acceptance and load; `off` keeps it as configured."""
+    runner: Literal["auto", "v1", "v2"] = "auto"
+    """vLLM's model runner; `auto`: V2 where vLLM would take it and has all that is asked for, else V1."""
 
     @model_validator(mode="before")
     @classmethod

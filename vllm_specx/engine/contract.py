@@ -53,6 +53,7 @@ class Hook:
 _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _BATCH = "vllm.v1.worker.gpu_input_batch"
+_V2 = "vllm.v1.worker.gpu"
 
 HOOKS: tuple[Hook, ...] = (
     Hook(
@@ -185,6 +186,44 @@ HOOKS: tuple[Hook, ...] = (
         "stock fault 6",
         ("logits", "k"),
     ),
+    Hook(
+        "vllm.config",
+        "VllmConfig._get_v2_model_runner_unsupported_features",
+        "our proposers on Model Runner V2",
+    ),
+    Hook("vllm.config", "VllmConfig.use_v2_model_runner", "which runner a worker has"),
+    Hook(
+        f"{_V2}.model_runner",
+        "init_speculator",
+        "our speculators",
+        ("vllm_config", "device", "req_states"),
+    ),
+    Hook(
+        f"{_V2}.spec_decode.speculator",
+        "BaseSpeculator.propose",
+        "our speculators",
+        (
+            "input_batch",
+            "last_hidden_states",
+            "num_sampled",
+            "last_sampled",
+            "dummy_run",
+            "is_profile",
+            "num_speculative_tokens",
+        ),
+    ),
+    Hook(
+        f"{_V2}.spec_decode.speculator",
+        "DraftModelSpeculator.load_model",
+        "draft heads on V2",
+        ("target_model",),
+    ),
+    Hook(f"{_V2}.spec_decode.speculator", "DraftModelSpeculator.set_attn", "draft heads on V2"),
+    Hook(f"{_V2}.input_batch", "InputBatch.idx_mapping", "rows of a request on V2"),
+    Hook(f"{_V2}.input_batch", "InputBatch.logits_indices", "the last accepted row on V2"),
+    Hook(f"{_V2}.input_batch", "InputBatch.cu_num_logits", "the last accepted row on V2"),
+    Hook(f"{_V2}.states", "RequestState", "tokens of a request on V2", ("max_num_reqs",)),
+    Hook("vllm.v1.executor.abstract", "Executor.supports_async_scheduling", "V2's scheduling"),
     Hook(
         "vllm.triton_utils.dispatcher",
         "register_kernels",

@@ -10,10 +10,11 @@ from typing import Any, get_args
 
 from vllm_specx import config
 from vllm_specx.config import ConfigError
-from vllm_specx.engine import contract
+from vllm_specx.engine import contract, padded_vocabulary
 from vllm_specx.engine.patching import wrap
 from vllm_specx.engine.steering import VARYING
 from vllm_specx.engine.translate import SELECTED, translate
+from vllm_specx.engine.v2 import seams as v2_seams
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -29,6 +30,7 @@ def install_entry_seams() -> None:
         wrap(EngineArgs, "create_engine_config", _create_engine_config)
     if hasattr(WorkerWrapperBase, "init_device"):
         wrap(WorkerWrapperBase, "init_device", _init_device)
+    v2_seams.install_entry_seams()
 
 
 def install_runner_seams() -> None:
@@ -52,10 +54,14 @@ def activate_worker(vllm_config: Any) -> None:
     from vllm_specx.engine import shims
 
     contract.check()
+    if vllm_config.use_v2_model_runner:
+        v2_seams.install_runner_seams()
+        return
     install_runner_seams()
     shims.mend_expand_kernel()
     shims.mend_top_k_of_nothing()
     shims.spare_unused_work()
+    padded_vocabulary.hold_back()
 
 
 def selected(vllm_config: Any) -> bool:
@@ -81,19 +87,26 @@ def _create_engine_config(
     before = engine_args.speculative_config
     try:
         _translate_engine_args(engine_args)
+        v2_seams.check(engine_args)
     except ConfigError as error:
         _refuse(error, usage)
     if SELECTED not in (engine_args.additional_config or {}):
         return original(engine_args, *args, **kwargs)
+    asked_async = v2_seams.hold_async(engine_args)
     try:
-        vllm_config = original(engine_args, *args, **kwargs)
+        with padded_vocabulary.held_back():
+            vllm_config = original(engine_args, *args, **kwargs)
     except Exception as error:
         error.add_note(f"vllm_specx: the speculative config was written as {before!r}")
         raise
+    finally:
+        engine_args.async_scheduling = asked_async
     try:
         settings = config.parse(vllm_config.additional_config[SELECTED])
+        v2_seams.settle(vllm_config, settings, engine_args, asked_async)
         _choose_scheduler(vllm_config, settings)
         _check_draft(vllm_config, settings)
+        padded_vocabulary.check(vllm_config.speculative_config)
     except ConfigError as error:
         _refuse(error, usage)
     return vllm_config
@@ -113,7 +126,7 @@ def _choose_scheduler(vllm_config: Any, settings: config.SpecxConfig) -> None:
         return
     _refuse_diverging_ranks(vllm_config, settings)
     name = "SpecxAsyncScheduler" if scheduler.async_scheduling else "SpecxScheduler"
-    scheduler.scheduler_cls = f"vllm_specx.engine.scheduler.{name}"
+    scheduler.scheduler_cls = v2_seams.scheduler_of(vllm_config, name)
 
 
 def _check_draft(vllm_config: Any, settings: config.SpecxConfig) -> None:

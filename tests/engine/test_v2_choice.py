@@ -1,0 +1,151 @@
+"""Which runner a configuration gets, and that the device's drafts are those of V1."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_specx import config
+from vllm_specx.config import ConfigError
+from vllm_specx.draft.checkpoints import TargetShape, load_heads
+from vllm_specx.draft.proposer import DraftContext
+from vllm_specx.engine.translate import CLASSES
+from vllm_specx.engine.v2 import choice, seams
+from vllm_specx.engine.v2.medusa import DeviceHeads
+
+HEADS = {"proposer": "medusa", "heads": "HEADS"}
+RECIPES = Path(__file__).parents[2] / "recipes" / "heads"
+ASKED = "VLLM_USE_V2_MODEL_RUNNER"
+
+
+def configured(specx: dict[str, Any] | None, model: str | None = None) -> Any:
+    named = None if specx is None else CLASSES.get(specx["proposer"])
+    return SimpleNamespace(
+        additional_config={} if specx is None else {"specx": specx},
+        speculative_config=SimpleNamespace(model=model or named),
+        parallel_config=SimpleNamespace(prefill_context_parallel_size=1),
+    )
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM would take V2, as it does on GPUs."""
+    monkeypatch.setattr(choice, "_vllm_would_take_v2", lambda vllm_config: True)
+
+
+@pytest.mark.parametrize(
+    ("specx", "runner", "why"),
+    [
+        (HEADS, "v2", None),
+        ({**HEADS, "runner": "v1"}, "v1", None),
+        ({**HEADS, "topology": "tree"}, "v1", "drafts trees"),
+        ({**HEADS, "min_probability": 0.3}, "v1", "min_probability"),
+        ({**HEADS, "min_probability": 0.0}, "v2", None),
+        ({"proposer": "ngram"}, "v1", "the pool that requests share"),
+        ({"proposer": "ngram", "pool": "off"}, "v2", None),
+        ({"proposer": "ngram", "runner": "v2"}, "v2", None),
+        ({"proposer": "auto", "heads": "HEADS"}, "v1", "is not there yet"),
+        ({"proposer": "draft_model", "draft": "DRAFT"}, "v1", "is not there yet"),
+    ],
+)
+def test_where_vllm_takes_v2(
+    on_gpu: None, specx: dict[str, Any], runner: str, why: str | None
+) -> None:
+    vllm_config = configured(specx)
+    assert choice.runner_of(vllm_config) == runner
+    reason = choice.reason_for_v1(vllm_config)
+    assert (why is None) == (reason is None)
+    assert why is None or why in str(reason)
+
+
+def test_on_a_cpu_it_is_v1_without_a_word() -> None:
+    assert choice.runner_of(configured(HEADS)) == "v1"
+    assert choice.reason_for_v1(configured(HEADS)) is None
+
+
+def test_only_our_own_methods_are_taken_from_the_list(on_gpu: None) -> None:
+    others = ["heterogeneous-vocabulary draft models"]
+
+    def listed(vllm_config: Any) -> list[str]:
+        return [choice.OF_CUSTOM_CLASS, *others]
+
+    assert seams._unsupported_features(listed, configured(HEADS)) == others
+    stays = [choice.OF_CUSTOM_CLASS, *others]
+    for vllm_config in (
+        configured({**HEADS, "runner": "v1"}),
+        configured(None, model="somebody.elses.Proposer"),
+        configured({"proposer": "stock"}, model="somebody.elses.Proposer"),
+    ):
+        assert seams._unsupported_features(listed, vllm_config) == stays
+
+
+def test_our_name_for_custom_class_is_vllms() -> None:
+    from vllm.config import VllmConfig
+
+    from vllm_specx.engine.patching import original_of
+
+    mock = SimpleNamespace(
+        speculative_config=SimpleNamespace(method="custom_class", parallel_drafting=False),
+        parallel_config=SimpleNamespace(distributed_executor_backend="mp", use_ubatching=False),
+    )
+    ask = original_of(VllmConfig._get_v2_model_runner_unsupported_features)
+    assert ask(mock) == [choice.OF_CUSTOM_CLASS]
+
+
+@pytest.mark.parametrize(
+    ("runner", "asked", "sentence"),
+    [
+        ("v1", "1", "specx.runner is 'v1', but the environment has VLLM_USE_V2_MODEL_RUNNER=1"),
+        ("v2", "0", "specx.runner is 'v2', but the environment has VLLM_USE_V2_MODEL_RUNNER=0"),
+        ("v2", None, "needs Triton and has none for the CPU; set specx.runner to 'v1'"),
+        ("auto", "1", "needs Triton and has none for the CPU; set specx.runner to 'v1'"),
+    ],
+)
+def test_a_runner_that_cannot_be_had(
+    monkeypatch: pytest.MonkeyPatch, runner: str, asked: str | None, sentence: str
+) -> None:
+    if asked is None:
+        monkeypatch.delenv(ASKED, raising=False)
+    else:
+        monkeypatch.setenv(ASKED, asked)
+    with pytest.raises(ConfigError) as refused:
+        choice.check(config.parse({**HEADS, "runner": runner}), on_cpu=True)
+    assert sentence in str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("depth", [1, 3, 4])
+def test_chains_are_those_of_v1(kind: str, depth: int) -> None:
+    folder = RECIPES / f"smollm2-135m-{kind}"
+    torch.manual_seed(0)
+    shape = TargetShape(576, 49152, torch.float32)
+    lm_head = torch.randn(shape.vocab_size, shape.hidden_size)
+    settings = config.MedusaConfig(heads=str(folder), min_probability=0.0)
+    heads = DeviceHeads(settings, load_heads(folder, shape), lm_head=lm_head, embeddings=lm_head)
+    hidden = torch.randn(5, shape.hidden_size)
+    last = torch.randint(0, shape.vocab_size, (5,))
+    with torch.inference_mode():
+        made = heads.chains(hidden, last, depth)
+    rows = np.arange(5, dtype=np.int32)
+    drafts = heads.propose(
+        DraftContext(
+            request_ids=[str(i) for i in range(5)],
+            rows=rows,
+            token_ids=last.numpy().astype(np.int32)[:, None],
+            num_tokens=np.ones(5, np.int32),
+            num_prompt_tokens=np.ones(5, np.int32),
+            sampled=[[int(t)] for t in last],
+            budgets=np.full(5, depth, np.int32),
+            temperatures=np.zeros(5, np.float32),
+            pools=[None] * 5,
+            finished=[],
+            vocab_size=shape.vocab_size,
+            hidden_states=hidden,
+        )
+    )
+    assert made.tolist() == [draft.tokens.tolist() for draft in drafts]

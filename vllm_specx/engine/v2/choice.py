@@ -1,0 +1,131 @@
+"""Which of vLLM's two model runners serves a configuration with our proposers.
+
+V2 is what vLLM takes on GPUs; it lists `custom_class`, and so our proposers, as unsupported and would
+fall back to V1, which is deprecated and schedules synchronously.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from vllm_specx import config
+from vllm_specx.config import ConfigError
+from vllm_specx.engine.translate import CLASSES, SELECTED
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+Runner = Literal["v1", "v2"]
+OF_CUSTOM_CLASS = "speculative method 'custom_class'"
+"""How vLLM's VllmConfig._get_v2_model_runner_unsupported_features names it."""
+
+
+def obstacle(settings: config.SpecxConfig) -> str | None:
+    """Why a proposer with these keys cannot be served by V2 at all; None: it can."""
+    if isinstance(settings, config.NgramConfig):
+        return None
+    if isinstance(settings, config.MedusaConfig):
+        return "drafts trees" if settings.topology == "tree" else None
+    return "is not there yet"
+
+
+def shortfall(settings: config.SpecxConfig) -> str | None:
+    """What V2 would leave out of what these keys ask for; None: nothing."""
+    found = []
+    if getattr(settings, "min_probability", None):
+        found.append("min_probability")
+    if getattr(settings, "token_cost", None) is not None:
+        found.append("token_cost")
+    if isinstance(settings, config.NgramConfig) and settings.pool.enabled:
+        found.append("the pool that requests share")
+    return ", ".join(found) or None
+
+
+def runner_of(vllm_config: Any) -> Runner:
+    """The runner that one of our own proposers gets; vLLM asks in every process."""
+    return _choose(vllm_config)[0]
+
+
+def reason_for_v1(vllm_config: Any) -> str | None:
+    """Why V1 serves what vLLM would have given to V2, for the log; None if there is nothing to say."""
+    return _choose(vllm_config)[1]
+
+
+def _choose(vllm_config: Any) -> tuple[Runner, str | None]:
+    settings = _settings(vllm_config)
+    if settings is None:
+        return "v1", None
+    if settings.runner != "auto":
+        return settings.runner, None
+    if not _vllm_would_take_v2(vllm_config):
+        return "v1", None
+    lacks = obstacle(settings)
+    if lacks is not None:
+        return "v1", f"specx:{settings.proposer} {lacks} on V2"
+    lacks = shortfall(settings)
+    if lacks is not None and not _asked_for_v2():
+        return "v1", f"V2 does without {lacks}; specx.runner 'v2' takes it nevertheless"
+    return "v2", None
+
+
+def _settings(vllm_config: Any) -> config.SpecxConfig | None:
+    """Of one of our own proposers; None beside vLLM's methods."""
+    additional = vllm_config.additional_config
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.model not in CLASSES.values():
+        return None
+    raw = additional.get(SELECTED) if isinstance(additional, dict) else None
+    return config.parse(raw) if isinstance(raw, Mapping) else None
+
+
+def _asked_for_v2() -> bool | None:
+    """VLLM_USE_V2_MODEL_RUNNER; None if it is not set."""
+    import vllm.envs as envs
+
+    asked: bool | None = envs.VLLM_USE_V2_MODEL_RUNNER
+    return asked
+
+
+def _vllm_would_take_v2(vllm_config: Any) -> bool:
+    from vllm.platforms import current_platform
+    from vllm.triton_utils import HAS_TRITON
+
+    asked = _asked_for_v2()
+    if asked is not None:
+        return asked
+    if not HAS_TRITON or current_platform.is_cpu():
+        return False
+    return bool(vllm_config.parallel_config.prefill_context_parallel_size == 1)
+
+
+def check(settings: config.SpecxConfig, on_cpu: bool) -> None:
+    """Raise ConfigError where the configuration asks for a runner that cannot be had.
+
+    on_cpu: whether this platform is vLLM's CPU backend.
+    """
+    from vllm.triton_utils import HAS_TRITON
+
+    asked = _asked_for_v2()
+    wants_v2 = settings.runner == "v2" or (settings.runner == "auto" and bool(asked))
+    if settings.runner == "v1" and asked:
+        raise ConfigError(
+            "specx.runner is 'v1', but the environment has VLLM_USE_V2_MODEL_RUNNER=1; unset one of them."
+        )
+    if settings.runner == "v2" and asked is False:
+        raise ConfigError(
+            "specx.runner is 'v2', but the environment has VLLM_USE_V2_MODEL_RUNNER=0; unset one of them."
+        )
+    if not wants_v2 or settings.proposer == "stock":
+        return
+    name = f"specx:{settings.proposer}"
+    if not HAS_TRITON:
+        where = " and has none for the CPU" if on_cpu else ""
+        raise ConfigError(
+            f"Model Runner V2, asked for with {name}, needs Triton{where}; set specx.runner to 'v1'."
+        )
+    lacks = obstacle(settings)
+    if lacks is not None:
+        raise ConfigError(f"{name} {lacks} on Model Runner V2; set specx.runner to 'v1'.")
+    if (left_out := shortfall(settings)) is not None:
+        logger.warning("vllm_specx: on Model Runner V2 %s does without %s.", name, left_out)
