@@ -10,7 +10,7 @@ import pytest
 
 from vllm_specx.config import AutoConfig, ConfigError, NgramConfig, parse
 from vllm_specx.draft.auto import AutoDrafter
-from vllm_specx.draft.gate import _PROBE_AFTER, _PROBED, agreeing
+from vllm_specx.draft.gate import _PROBE_AFTER, _PROBE_STEPS, _PROBED, agreeing
 from vllm_specx.draft.ngram import NgramLookahead
 from vllm_specx.draft.paced import PacedDrafter
 from vllm_specx.draft.proposer import DraftContext
@@ -150,7 +150,7 @@ def test_a_trained_draft_that_is_always_wrong_is_left_alone_but_for_probes(alone
     oracle, _ = decode({"r": fresh(600)}, wrong=True, alone=alone)
     asked = [budgets[0] for budgets in oracle.asked]
     late = asked[100:]
-    assert 0 < sum(n > 0 for n in late) <= len(late) // _PROBE_AFTER + 1
+    assert 0 < sum(n > 0 for n in late) <= (len(late) // _PROBE_AFTER + 1) * _PROBE_STEPS
 
 
 def test_probes_are_of_a_few_requests_and_of_all_in_turn() -> None:
@@ -158,7 +158,8 @@ def test_probes_are_of_a_few_requests_and_of_all_in_turn() -> None:
     probes = np.array([asked for asked in oracle.asked[60:] if any(asked)]) > 0
     assert len(probes) >= 8
     assert (probes.sum(1) == 16 // _PROBED).all()
-    assert probes[:8].any(0).all()
+    assert (probes[:_PROBE_STEPS] == probes[0]).all(), "some steps in a row"
+    assert probes[: _PROBED * _PROBE_STEPS].any(0).all()
 
 
 def test_a_draft_that_ends_early_is_judged_by_what_it_makes() -> None:

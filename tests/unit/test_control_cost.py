@@ -193,3 +193,19 @@ def test_what_the_first_draft_token_of_a_batch_costs_is_kept_apart(batch: int) -
             cost.observe(batch, batch + n, seconds * float(random.lognormal(0, 0.02)))
     first = float(np.diff(cost.times(batch, [batch, batch + 1]))[0])
     assert first == pytest.approx(0.001 + jump, abs=0.0015)
+
+
+def test_a_size_that_was_only_seen_while_something_slowed_it_is_not_believed_for_ever() -> None:
+    """Steps with drafts were slow when they were measured, and so there are none any more."""
+    cost = CostModel(32, 32 * 6)
+    visit(cost, 100, batches=(1,), ks=(0,))
+    for _ in range(40):
+        visit(cost, 1, batches=(1,), ks=(2,), factor=2.5)
+        visit(cost, 1, batches=(1,), ks=(0,))
+    taken_for = cost.time(1, 3) / step_seconds(1, 2)
+    assert taken_for > 1.5
+    visit(cost, 1500, seed=1, batches=(1,), ks=(0,), outliers=0.0)
+    later = cost.time(1, 3) / step_seconds(1, 2)
+    assert later - 1 < 0.5 * (taken_for - 1)
+    visit(cost, 40, seed=2, batches=(1,), ks=(2,), outliers=0.0)
+    assert cost.time(1, 3) == pytest.approx(step_seconds(1, 2), rel=0.1)

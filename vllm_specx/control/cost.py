@@ -27,6 +27,7 @@ _TRUST = 3.0  # measurements worth as much as what is expected of a cell
 _CLIP = 3.0  # innovations beyond this many scales are clipped
 _ERRORS = 128
 _SURE = 8.0  # measurements after which a table's value needs no caution
+_STALE = 0.5 ** (1 / 400)  # what a measurement is worth after one more step elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +130,23 @@ class CostModel:
         extra = np.arange(drafts + 1.0)
         seconds = self.times(requests, requests + extra)
         row = bisect_left(self._request_edges, requests)
-        counts = self._count[row, np.searchsorted(self._draft_edges, extra)]
+        counts = self._trusted(row)[np.searchsorted(self._draft_edges, extra)]
         unsure = 1.0 - np.minimum(np.minimum(counts, counts[0]), _SURE) / _SURE
         least = seconds[0] + unsure * self._parts[2] * self._now * extra
         cautious: FloatArray = np.maximum(seconds, least)
         return cautious
 
     def visits(self, requests: int, total: float) -> float:
-        """How often a step of about this size was measured."""
+        """How often a step of about this size was measured, the less the longer ago."""
         row = bisect_left(self._request_edges, requests)
-        return float(self._count[row, bisect_left(self._draft_edges, total - requests)])
+        return float(self._trusted(row)[bisect_left(self._draft_edges, total - requests)])
+
+    def _trusted(self, rows: int | slice = slice(None)) -> FloatArray:
+        """The table's counts, less what has not been seen for long: a value that was measured while
+        something else slowed the machine must not stay because it keeps steps from being like that."""
+        age = self.observations - self._seen_at[rows]
+        trusted: FloatArray = self._count[rows] * _STALE**age
+        return trusted
 
     @property
     def draft_step(self) -> float:
@@ -201,6 +209,7 @@ class CostModel:
         self._rings: dict[tuple[int, int], list[float]] = {}
         self._count: FloatArray = np.zeros(cells)
         self._value: FloatArray = np.zeros(cells)  # log seconds at the knot, level removed
+        self._seen_at: FloatArray = np.zeros(cells)
         self._normal: FloatArray = np.zeros((4, 4))
         self._moment: FloatArray = np.zeros(4)
         self._new: list[tuple[float, float, float, float, float]] = []
@@ -227,7 +236,11 @@ class CostModel:
         row = bisect_left(self._request_edges, requests)
         column = bisect_left(self._draft_edges, total - requests)
         ring = self._rings.setdefault((row, column), [])
-        count = len(ring) if len(ring) < _RING else int(self._count[row, column])
+        count = int(self._trusted(row)[column] + 0.5)
+        if count < 0.3 * self._count[row, column]:
+            count = 0
+        self._count[row, column], self._seen_at[row, column] = count, self.observations
+        del ring[: max(len(ring) - count, 0)]
         self._noise += 0.05 * (min(abs(innovation), 4 * self._noise) * 1.25 - self._noise)
         self._noise = min(max(self._noise, 0.01), 0.15)
         self._level += 0.05 * count / (count + 5.0) * clipped
@@ -328,7 +341,7 @@ class CostModel:
             + self._parts[1] * self._requests[:, None]
             + self._parts[2] * (self._requests[:, None] + self._drafts)
         )
-        weight = np.minimum(self._count, 20.0)
+        weight = np.minimum(self._trusted(), 20.0)
         off = np.where(self._count > 0, self._value - plain, 0.0)
         by_requests, by_drafts = self._near
         around = by_requests @ (weight * off) @ by_drafts

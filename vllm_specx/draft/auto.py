@@ -6,8 +6,6 @@ its own. Which one a request gets is weighed by goodput (draft/gate.py).
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
 from vllm_specx.draft.gate import Gate
@@ -44,8 +42,7 @@ class AutoDrafter:
         inside = np.arange(found.reach.shape[1]) < by_ngram[:, None]
         gain = np.where(inside, found.reach, 0.0).sum(1)
         asked = self.gate.choose(context, costs, gain, by_ngram)
-        # Those that get nothing of it are shown to it nevertheless: it keeps up with the text.
-        drafts = self.trained.propose(dataclasses.replace(context, budgets=asked.astype(np.int32)))
+        drafts = self.trained.propose(self.gate.shown(context, asked))
         self.gate.expect(context, asked, drafts)
         self.sources["trained"] += int((asked > 0).sum())
         self.sources["ngram"] += int(((asked == 0) & (by_ngram > 0)).sum())

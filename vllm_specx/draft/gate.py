@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,8 @@ _DRAFT_SHARE = 0.05
 """What a forward of the draft is taken to cost, in steps of the target, until it is measured."""
 _PROBE_AFTER = 50
 """Steps without a draft after which some requests are tried again: the text may have changed."""
+_PROBE_STEPS = 4
+"""For so many steps in a row."""
 _PROBED = 8
 """One request in so many is tried."""
 
@@ -46,6 +49,7 @@ class Gate:
         self._asked: dict[str, _Asked] = {}
         self._idle = 0
         self._probes = 0
+        self._probing = False
 
     def learn(self, context: DraftContext) -> None:
         """What became of the drafts that this step verified."""
@@ -89,6 +93,7 @@ class Gate:
         [B], of a draft of so many tokens [B]. A request changes where that brings more tokens, both
         less the price of verifying them; all that would change do, if that pays for the forwards.
         """
+        self._probing = False
         size = len(tokens)
         budgets = np.minimum(np.asarray(context.budgets, np.int64), self.depth)
         nothing = np.zeros(size, np.int64)
@@ -125,18 +130,28 @@ class Gate:
             if rate > goodput:
                 goodput, best = rate, np.where(mine, np.minimum(budgets, depth), 0)
         self._idle = 0 if best.any() else self._idle + 1
-        return self._probe(budgets, tokens) if self._idle >= _PROBE_AFTER else best
+        return self._probe(budgets, tokens) if self._idle > _PROBE_AFTER else best
 
     def _probe(self, budgets: LongArray, tokens: LongArray) -> LongArray:
         """A few of the requests that have nothing, another few each time."""
         asked = np.zeros(len(budgets), np.int64)
         able = np.flatnonzero((budgets > 0) & (tokens == 0))
-        if len(able):
+        if not len(able):
+            return asked
+        self._probing = True
+        chosen = (self._probes + np.arange(-(-len(able) // _PROBED)) * _PROBED) % len(able)
+        asked[able[chosen]] = budgets[able[chosen]]
+        if self._idle >= _PROBE_AFTER + _PROBE_STEPS:
             self._idle = 0
             self._probes += 1
-            chosen = (self._probes + np.arange(-(-len(able) // _PROBED)) * _PROBED) % len(able)
-            asked[able[chosen]] = budgets[able[chosen]]
         return asked
+
+    def shown(self, context: DraftContext, asked: LongArray) -> DraftContext:
+        """What the drafter is given, as choose() has decided. Those that get nothing are shown to it
+        nevertheless: it keeps up with the text. What is tried is drafted and verified whatever it
+        costs: costs that are wrong, and keep drafts away, are only seen to be wrong by drafting."""
+        mine = dataclasses.replace(context, budgets=asked.astype(np.int32))
+        return dataclasses.replace(mine, costs=None, draft_cost=None) if self._probing else mine
 
 
 def agreeing(draft: IntArray, sampled: Sequence[int]) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 
 from vllm_specx.draft.gate import Gate
@@ -37,7 +35,6 @@ class PacedDrafter:
             asked = self.gate.choose(context, context.costs, none.astype(np.float64), none)
         else:
             asked = np.minimum(asked, self.gate.depth)
-        # Those that get nothing are shown to it nevertheless: it keeps up with the text.
-        drafts = self.trained.propose(dataclasses.replace(context, budgets=asked.astype(np.int32)))
+        drafts = self.trained.propose(self.gate.shown(context, asked))
         self.gate.expect(context, asked, drafts)
         return drafts
