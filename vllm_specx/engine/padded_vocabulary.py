@@ -65,7 +65,9 @@ def check(speculative: Any) -> None:
             "draft_model needs as many, or fewer and greedy drafts; use specx:draft_model."
         )
     vocabularies = [
-        read_vocabulary(config.tokenizer, config.tokenizer_revision) for config in (target, draft)
+        read_vocabulary(target.tokenizer, target.tokenizer_revision),
+        # Its `tokenizer` is the target's.
+        read_vocabulary(draft.model, draft.revision),
     ]
     if None in vocabularies:
         raise ConfigError(
