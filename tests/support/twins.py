@@ -101,7 +101,7 @@ def qwen_pair(folder: Path) -> tuple[str, str]:
         },
     }
     torch.manual_seed(0)
-    embeddings, head = torch.randn(1024, 128) * 0.02, torch.randn(1024, 128) * 4 / 128**0.5
+    embeddings, head = torch.randn(1024, 128) * 0.1, torch.randn(1024, 128) * 4 / 128**0.5
     for name, own in sizes.items():
         config = Qwen2Config(
             hidden_size=128,
