@@ -20,8 +20,9 @@ open(sys.argv[1], "w").write(f"{engine.pid}\\n")
 time.sleep(600)
 """
 STARTER = """
-import os, sys, time
+import os, signal, sys, time
 from vllm_specx.train.tether import Child
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
 child = Child([sys.executable, "-c", sys.argv[2], sys.argv[1]], os.environ)
 if sys.argv[3] == "end":
     while not os.path.exists(sys.argv[1]) or not os.path.getsize(sys.argv[1]):
@@ -64,7 +65,7 @@ def test_all_end_with_a_starter_that_is_killed(tmp_path: Path, number: signal.Si
     child = int(Path(f"/proc/{engine}/stat").read_text().rpartition(")")[2].split()[1])
     assert _running(engine) and _running(child)
     starter.send_signal(number)
-    starter.wait()
+    starter.wait(20)
     assert _gone(child) and _gone(engine)
 
 
