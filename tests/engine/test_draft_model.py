@@ -89,10 +89,9 @@ def test_small_models_with_preemption_and_chunks(tmp_path: Path) -> None:
     chance = random.Random(0)
     prefix = [chance.randrange(1000) for _ in range(64)]
     prompts = [
-        [*(prefix if i % 2 else []), *(chance.randrange(1000) for _ in range(90))]
-        for i in range(12)
+        [*(prefix if i % 2 else []), *(chance.randrange(1000) for _ in range(90))] for i in range(8)
     ]
-    settings = {"max_tokens": 64, "ignore_eos": True, "detokenize": False}
+    settings = {"max_tokens": 48, "ignore_eos": True, "detokenize": False}
     said = []
     for config in (None, speculation(draft, read_tokens=32)):
         engine = Engine(
@@ -111,7 +110,7 @@ def test_small_models_with_preemption_and_chunks(tmp_path: Path) -> None:
             said.append(got)
             if config:
                 assert grown(before, engine.counters(), "num_preemptions") > 0
-                assert accepted > drafts // 2 > 100
+                assert accepted > drafts // 2 > 50
                 # What has finished is known in the step after.
                 engine.tokens([[1, 2, 3]], max_tokens=2, detokenize=False)
                 assert engine.draft_cache()["used"] <= 1
