@@ -114,6 +114,12 @@ DEFAULT_NUM_SPECULATIVE_TOKENS = {
 }
 
 
+def drafts_by_goodput(settings: SpecxConfig) -> bool:
+    """Whether drafts follow what they cost and promise, and no threshold that is configured."""
+    own = (getattr(settings, key, None) for key in ("min_probability", "token_cost"))
+    return all(value is None for value in own) and getattr(settings, "topology", "chain") == "chain"
+
+
 def nearest(word: str, known: list[str]) -> str:
     """A hint for a misspelt word: `; did you mean 'pool'?`, or what is known."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)

@@ -40,15 +40,14 @@ class MedusaProposer(EngineProposer):
     def load_model(self, target_model: Any) -> None:
         settings = self.specx_config()
         assert isinstance(settings, config.MedusaConfig)
-        drafter = medusa_drafter(self, settings, target_model)
-        self.proposer = paced(self, drafter) if settings.topology == "chain" else drafter
+        self.proposer = paced(self, medusa_drafter(self, settings, target_model))
 
 
 def paced(
     proposer: EngineProposer, drafter: MedusaDrafter | EagleDrafter | DraftModelDrafter
 ) -> Proposer:
     """The drafter, left out where it does not pay; as it is, if the configuration says when to draft."""
-    if not drafter.rule.by_goodput:
+    if not config.drafts_by_goodput(proposer.specx_config()):
         return drafter
     return PacedDrafter(drafter, proposer.num_speculative_tokens)
 

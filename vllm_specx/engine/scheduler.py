@@ -48,6 +48,7 @@ class _Steered:
             settings.controller,
             method=method,
             self_paced=not stock,
+            rests=not stock and not looks_up and config.drafts_by_goodput(settings),
             max_k=vllm.num_speculative_tokens,
             max_requests=vllm.scheduler_config.max_num_seqs,
             asynchronous=bool(vllm.scheduler_config.async_scheduling),

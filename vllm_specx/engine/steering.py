@@ -88,12 +88,14 @@ class Steering:
         *,
         method: str,
         self_paced: bool,
+        rests: bool = False,
         max_k: int,
         max_requests: int,
         asynchronous: bool,
         prior: CostPrior,
     ) -> None:
-        """method: vLLM's name; self_paced: the proposer chooses lengths by the costs it is told."""
+        """method: vLLM's name; self_paced: the proposer chooses lengths by the costs it is told; rests:
+        by what its forwards cost, too, so that steps without any have to be measured."""
         self.method = method
         self.self_paced = self_paced
         self.max_k = max_k
@@ -118,6 +120,9 @@ class Steering:
         self._limits: dict[str, int] = {}
         self._gone: list[str] = []
         self._untold: _Seen | None = None
+        self._may_rest = (
+            rests and settings.enabled and settings.static_k is None and not settings.k_min
+        )
         self._crowded = 0
 
     # Requests
@@ -182,7 +187,7 @@ class Steering:
             return 0
         if self.self_paced or self.after_drafting:
             limits = {i: self._limits.get(i, self.max_k) for i in request_ids}
-            if self.self_paced and pure_decode and self._rests(len(limits)):
+            if pure_decode and self._rests(len(limits)):
                 limits = dict.fromkeys(limits, 0)
             if self.method not in FULL_K_ONLY:
                 output.num_spec_tokens_to_schedule = max(limits.values())
@@ -199,10 +204,7 @@ class Steering:
     def _rests(self, batch: int) -> bool:
         """Whether nothing is drafted now, to learn what a step without drafts takes: if every step of
         such a batch had some, nothing would show that they do not pay."""
-        settings, cost = self._settings, self.controller.cost
-        if not settings.enabled or settings.static_k is not None or settings.k_min:
-            return False
-        if not cost.prior.draft_step or cost.visits(batch, batch) >= _RESTS:
+        if not self._may_rest or self.controller.cost.visits(batch, batch) >= _RESTS:
             return False
         self._crowded += 1
         return self._crowded % _REST_EVERY == 0
