@@ -25,6 +25,7 @@ PROMPTS = [
     [788, 9901, 614, 28, 330, 2, 788, 9901, 614, 28],
 ]
 TOKENS = 16
+COPYING = [[504, 3575, 282, 260, 1797] * 4, [5680, 79, 12333, 24] * 5, PROMPTS[0], [198, 49] * 9]
 UP_AND_DOWN = (4, 0, 0, 2, 4, 1, 4, 0)
 
 
@@ -62,6 +63,30 @@ def test_heads_under_asynchronous_scheduling_while_k_moves(
     assert answer["scheduler"] == "SpecxV2AsyncScheduler"
     assert answer["scheduled"][:8] == list(UP_AND_DOWN)
     check(answer, expected, accepted=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_ngram_lookahead(model: str, plain: Engine, asynchronous: bool) -> None:
+    """Few windows: each costs the interpreter a second a step."""
+    tokens = 12
+    ngram = {
+        "method": "specx:ngram",
+        "num_speculative_tokens": 4,
+        "runner": "v2",
+        "min_match": 2,
+        "max_match": 4,
+    }
+    answer = v2.run(
+        model,
+        COPYING,
+        ngram,
+        max_tokens=tokens,
+        asynchronous=asynchronous,
+        ks=(4, 0, 4, 4, 2, 4),
+    )
+    assert answer["speculator"] == "NgramSpeculator"
+    check(answer, ids(plain.tokens(COPYING, max_tokens=tokens, ignore_eos=True)), accepted=20)
 
 
 @pytest.mark.slow

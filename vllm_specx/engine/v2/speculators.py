@@ -17,4 +17,8 @@ def build(vllm_config: Any, device: torch.device, req_states: Any) -> Any:
         from vllm_specx.engine.v2.medusa import MedusaSpeculator
 
         return MedusaSpeculator(vllm_config, device, req_states)
+    if isinstance(settings, config.NgramConfig):
+        from vllm_specx.engine.v2.ngram import NgramSpeculator
+
+        return NgramSpeculator(vllm_config, device, req_states)
     raise NotImplementedError(f"specx:{settings.proposer} on Model Runner V2")
