@@ -7,7 +7,7 @@ usage() {
 Usage: ./launch.sh [RECIPE] [--dry-run] [--setup-only] [--with EXTRA] [-- flags for vllm serve]
 
 Installs what is missing into .venv (once), then serves RECIPE: a file, or a name in recipes/.
-Without RECIPE: smollm2-135m-ngram, the model that comes with it; with MODEL set, ngram-any.
+Without RECIPE: smollm2-135m-auto, the model that comes with it; with MODEL set, ngram-any.
 
   --dry-run      print the vllm serve command and stop
   --setup-only   install and stop
@@ -67,5 +67,5 @@ python=$(find_python)
 PYTHONPATH=$root "$python" -m vllm_specx.setup "$root/.venv" ${extras[@]+"${extras[@]}"} || exit $?
 $setup_only && exit 0
 
-: "${recipe:=$([[ -n ${MODEL:-} ]] && echo ngram-any || echo smollm2-135m-ngram)}"
+: "${recipe:=$([[ -n ${MODEL:-} ]] && echo ngram-any || echo smollm2-135m-auto)}"
 exec "$root/.venv/bin/python" -m vllm_specx.cli serve ${dry_run[@]+"${dry_run[@]}"} "$recipe" -- "$@"

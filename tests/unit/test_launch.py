@@ -42,7 +42,7 @@ def test_a_dry_run_prints_one_command_that_a_shell_understands() -> None:
     assert words[1] == "serve"
     assert (Path(words[2]) / "model.safetensors").is_file()
     speculative = json.loads(words[words.index("--speculative-config") + 1])
-    assert speculative["method"] == "specx:ngram"
+    assert speculative["method"] == "specx:auto"
     assert words[-2:] == ["--max-num-seqs", "4"]
 
 
