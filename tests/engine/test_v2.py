@@ -105,6 +105,20 @@ def test_heads_with_the_controller(
 
 
 @pytest.mark.slow
+def test_eagle_3_is_vllms_own_under_our_controller(model: str, expected: list[list[int]]) -> None:
+    draft = {
+        "method": "specx:eagle",
+        "model": str(TRAINED / "smollm2-135m-eagle3"),
+        "num_speculative_tokens": 3,
+        "runner": "v2",
+    }
+    answer = v2.run(model, PROMPTS, draft, asynchronous=True, ks=(3, 0, 0, 2, 3, 1))
+    assert answer["speculator"] == "EagleSpeculator"
+    assert answer["scheduler"] == "SpecxAsyncScheduler"
+    check(answer, expected, accepted=10)
+
+
+@pytest.mark.slow
 def test_chunked_prefill_and_preemption(model: str) -> None:
     """A prompt is read in pieces, and four requests do not fit into the cache at once."""
     prompts = [[*PROMPTS[i], *range(100 + 7 * i, 160 + 7 * i)] for i in range(4)]

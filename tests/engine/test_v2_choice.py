@@ -49,6 +49,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"proposer": "ngram"}, "v1", "the pool that requests share"),
         ({"proposer": "ngram", "pool": "off"}, "v2", None),
         ({"proposer": "ngram", "runner": "v2"}, "v2", None),
+        ({"proposer": "eagle", "heads": "HEADS"}, "v1", "vLLM's own eagle3 only"),
         ({"proposer": "auto", "heads": "HEADS"}, "v1", "is not there yet"),
         ({"proposer": "draft_model", "draft": "DRAFT"}, "v1", "is not there yet"),
     ],
@@ -116,6 +117,68 @@ def test_a_runner_that_cannot_be_had(
     with pytest.raises(ConfigError) as refused:
         choice.check(config.parse({**HEADS, "runner": runner}), on_cpu=True)
     assert sentence in str(refused.value)
+
+
+def test_the_runner_of_vllms_own_methods_is_not_ours_to_choose() -> None:
+    with pytest.raises(ConfigError, match="'runner' in specx is for specx's own methods"):
+        choice.check(config.parse({"proposer": "stock", "runner": "v2"}), on_cpu=True)
+
+
+def asking(specx: dict[str, Any]) -> Any:
+    return SimpleNamespace(
+        additional_config={"specx": specx, "other": 1},
+        speculative_config={
+            "method": "custom_class",
+            "model": CLASSES["eagle"],
+            "num_speculative_tokens": 3,
+        },
+    )
+
+
+@pytest.fixture
+def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
+
+
+EAGLE_3 = {"proposer": "eagle", "heads": str(RECIPES / "smollm2-135m-eagle3"), "runner": "v2"}
+
+
+def test_eagle_3_is_given_to_vllm(with_triton: None) -> None:
+    arguments = asking({**EAGLE_3, "controller": {"k_max": 2}})
+    seams.check(arguments)
+    assert arguments.speculative_config == {
+        "method": "eagle3",
+        "model": EAGLE_3["heads"],
+        "num_speculative_tokens": 3,
+    }
+    own = arguments.additional_config["specx"]
+    assert own == {"proposer": "stock", "controller": {"k_max": 2}}
+    assert config.parse(own).controller.k_max == 2
+    assert arguments.additional_config["other"] == 1
+
+
+def test_eagle_3_stays_ours_on_v1(with_triton: None) -> None:
+    for runner in ("v1", "auto"):
+        arguments = asking({**EAGLE_3, "runner": runner})
+        before = dict(arguments.speculative_config)
+        seams.check(arguments)
+        assert arguments.speculative_config == before
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"cache_tokens": 64}, "knows no cache_tokens"),
+        ({"heads": str(RECIPES / "smollm2-135m-medusa")}, "EAGLE-3 checkpoints in vLLM's layout"),
+    ],
+)
+def test_what_vllms_eagle_3_cannot_do_is_refused(
+    with_triton: None, change: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        seams.check(asking({**EAGLE_3, **change}))
+    assert sentence in str(refused.value)
+    assert "set specx.runner to 'v1'" in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])

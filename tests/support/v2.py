@@ -147,6 +147,16 @@ def _schedule_asynchronously() -> None:
     from vllm_specx.engine.v2 import seams
 
     seams._can_be_asynchronous = lambda vllm_config: True
+    from vllm.platforms.cpu import CpuPlatform
+
+    adapt = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+
+    def adapt_and_keep(platform: Any, vllm_config: Any) -> None:
+        kept = vllm_config.scheduler_config.async_scheduling
+        adapt(platform, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = kept
+
+    CpuPlatform.check_and_update_config = classmethod(adapt_and_keep)  # type: ignore[assignment]
 
 
 def _watch_k(llm: Any, ks: list[int]) -> list[int]:

@@ -27,6 +27,8 @@ def obstacle(settings: config.SpecxConfig) -> str | None:
         return None
     if isinstance(settings, config.MedusaConfig):
         return "drafts trees" if settings.topology == "tree" else None
+    if isinstance(settings, config.EagleConfig):
+        return "is served as vLLM's own eagle3 only, where the checkpoint is one,"
     return "is not there yet"
 
 
@@ -64,7 +66,7 @@ def _choose(vllm_config: Any) -> tuple[Runner, str | None]:
     if lacks is not None:
         return "v1", f"specx:{settings.proposer} {lacks} on V2"
     lacks = shortfall(settings)
-    if lacks is not None and not _asked_for_v2():
+    if lacks is not None and not asked_for_v2():
         return "v1", f"V2 does without {lacks}; specx.runner 'v2' takes it nevertheless"
     return "v2", None
 
@@ -79,24 +81,33 @@ def _settings(vllm_config: Any) -> config.SpecxConfig | None:
     return config.parse(raw) if isinstance(raw, Mapping) else None
 
 
-def _asked_for_v2() -> bool | None:
-    """VLLM_USE_V2_MODEL_RUNNER; None if it is not set."""
+def asked_for_v2() -> bool | None:
+    """The environment's VLLM_USE_V2_MODEL_RUNNER; None if it is not set."""
     import vllm.envs as envs
 
     asked: bool | None = envs.VLLM_USE_V2_MODEL_RUNNER
     return asked
 
 
-def _vllm_would_take_v2(vllm_config: Any) -> bool:
+def expected(settings: config.SpecxConfig) -> Runner:
+    """The runner that is asked for, or that vLLM takes by default, before there is a VllmConfig."""
+    if settings.runner != "auto":
+        return settings.runner
+    return "v2" if _by_default() else "v1"
+
+
+def _by_default() -> bool:
     from vllm.platforms import current_platform
     from vllm.triton_utils import HAS_TRITON
 
-    asked = _asked_for_v2()
-    if asked is not None:
-        return asked
-    if not HAS_TRITON or current_platform.is_cpu():
-        return False
-    return bool(vllm_config.parallel_config.prefill_context_parallel_size == 1)
+    asked = asked_for_v2()
+    return HAS_TRITON and not current_platform.is_cpu() if asked is None else asked
+
+
+def _vllm_would_take_v2(vllm_config: Any) -> bool:
+    if asked_for_v2() is not None:
+        return _by_default()
+    return _by_default() and vllm_config.parallel_config.prefill_context_parallel_size == 1
 
 
 def check(settings: config.SpecxConfig, on_cpu: bool) -> None:
@@ -106,7 +117,11 @@ def check(settings: config.SpecxConfig, on_cpu: bool) -> None:
     """
     from vllm.triton_utils import HAS_TRITON
 
-    asked = _asked_for_v2()
+    if settings.proposer == "stock" and settings.runner != "auto":
+        raise ConfigError(
+            "'runner' in specx is for specx's own methods; set VLLM_USE_V2_MODEL_RUNNER for vLLM's."
+        )
+    asked = asked_for_v2()
     wants_v2 = settings.runner == "v2" or (settings.runner == "auto" and bool(asked))
     if settings.runner == "v1" and asked:
         raise ConfigError(
@@ -124,7 +139,7 @@ def check(settings: config.SpecxConfig, on_cpu: bool) -> None:
         raise ConfigError(
             f"Model Runner V2, asked for with {name}, needs Triton{where}; set specx.runner to 'v1'."
         )
-    lacks = obstacle(settings)
+    lacks = None if isinstance(settings, config.EagleConfig) else obstacle(settings)
     if lacks is not None:
         raise ConfigError(f"{name} {lacks} on Model Runner V2; set specx.runner to 'v1'.")
     if (left_out := shortfall(settings)) is not None:

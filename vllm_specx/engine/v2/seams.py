@@ -39,12 +39,33 @@ def ours(vllm_config: Any) -> bool:
 
 
 def check(engine_args: Any) -> None:
-    """Raise ConfigError where a selected specx asks for a runner that cannot be had."""
+    """Raise ConfigError where a selected specx asks for a runner that cannot be had. An EAGLE-3 draft
+    that V2 is to serve becomes vLLM's own method."""
     raw = (engine_args.additional_config or {}).get(SELECTED)
-    if raw is not None and engine_args.speculative_config is not None:
-        from vllm.platforms import current_platform
+    if raw is None or engine_args.speculative_config is None:
+        return
+    from vllm.platforms import current_platform
 
-        choice.check(config.parse(raw), current_platform.is_cpu())
+    settings = config.parse(raw)
+    choice.check(settings, current_platform.is_cpu())
+    if isinstance(settings, config.EagleConfig) and choice.expected(settings) == "v2":
+        _give_to_vllm(engine_args, settings)
+
+
+def _give_to_vllm(engine_args: Any, settings: config.EagleConfig) -> None:
+    from vllm_specx.engine.v2.eagle import as_stock, stock_obstacle
+
+    reason = stock_obstacle(settings)
+    if reason is None:
+        speculative, own = as_stock(settings, engine_args.speculative_config)
+        engine_args.speculative_config = speculative
+        engine_args.additional_config = {**engine_args.additional_config, SELECTED: own}
+        logger.info("vllm_specx: Model Runner V2, with vLLM's own EAGLE-3 and our controller.")
+        return
+    if settings.runner == "v2" or choice.asked_for_v2():
+        raise ConfigError(
+            f"specx:eagle on Model Runner V2 is vLLM's own speculator, which {reason}; set specx.runner to 'v1'."
+        )
 
 
 def hold_async(engine_args: Any) -> bool | None:
