@@ -16,7 +16,7 @@ def stock_obstacle(settings: config.EagleConfig) -> str | None:
 
     Raises CheckpointError if the checkpoint cannot be read.
     """
-    if given := [key for key in _NOT_STOCK if getattr(settings, key)]:
+    if given := [key for key in _NOT_STOCK if getattr(settings, key) is not None]:
         return f"knows no {given[0]}"
     architectures = read_config(local_folder(settings.heads) / "config.json").get("architectures")
     if not any("Eagle3" in str(name) for name in architectures or ()):
