@@ -10,11 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.support import v2
 from tests.support.engine import Engine, ids
 from tests.support.heads import random_heads
 from tests.support.vllm_0_33 import overlay
+from vllm_specx.draft.checkpoints import TargetShape
+from vllm_specx.draft.eagle_checkpoints import load_eagle
+from vllm_specx.draft.eagle_export import save_for_vllm
 
 pytestmark = pytest.mark.engine
 TRAINED = Path(__file__).parents[2] / "recipes" / "heads"
@@ -105,17 +110,23 @@ def test_heads_with_the_controller(
 
 
 @pytest.mark.slow
-def test_eagle_3_is_vllms_own_under_our_controller(model: str, expected: list[list[int]]) -> None:
+def test_eagle_3_is_vllms_own_under_our_controller(
+    model: str, expected: list[list[int]], tmp_path: Path
+) -> None:
+    shape = TargetShape(576, 49152, torch.float32, num_layers=30)
+    tied = load_file(Path(model) / "model.safetensors")["model.embed_tokens.weight"].float()
+    weights = load_eagle(TRAINED / "smollm2-135m-eagle3", shape)
+    save_for_vllm(weights, tmp_path / "draft", vocab_size=49152, lm_head=tied)
     draft = {
         "method": "specx:eagle",
-        "model": str(TRAINED / "smollm2-135m-eagle3"),
+        "model": str(tmp_path / "draft"),
         "num_speculative_tokens": 3,
         "runner": "v2",
     }
     answer = v2.run(model, PROMPTS, draft, asynchronous=True, ks=(3, 0, 0, 2, 3, 1))
     assert answer["speculator"] == "EagleSpeculator"
     assert answer["scheduler"] == "SpecxAsyncScheduler"
-    check(answer, expected, accepted=10)
+    check(answer, expected, accepted=8)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.eagle import random_eagle
 from vllm_specx import config
 from vllm_specx.config import ConfigError
 from vllm_specx.draft.checkpoints import TargetShape, load_heads
@@ -17,6 +18,7 @@ from vllm_specx.draft.proposer import DraftContext
 from vllm_specx.engine.translate import CLASSES
 from vllm_specx.engine.v2 import choice, seams
 from vllm_specx.engine.v2.medusa import DeviceHeads
+from vllm_specx.models.embedded import checkpoint
 
 HEADS = {"proposer": "medusa", "heads": "HEADS"}
 RECIPES = Path(__file__).parents[2] / "recipes" / "heads"
@@ -140,15 +142,23 @@ def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm.triton_utils.HAS_TRITON", True)
 
 
-EAGLE_3 = {"proposer": "eagle", "heads": str(RECIPES / "smollm2-135m-eagle3"), "runner": "v2"}
+@pytest.fixture(scope="module")
+def eagle_3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("eagle")
+    target = str(checkpoint("embedded:smollm2-135m-instruct"))
+    return {
+        "proposer": "eagle",
+        "heads": random_eagle(folder / "3", target, 3),
+        "runner": "v2",
+    }
 
 
-def test_eagle_3_is_given_to_vllm(with_triton: None) -> None:
-    arguments = asking({**EAGLE_3, "controller": {"k_max": 2}})
+def test_eagle_3_is_given_to_vllm(with_triton: None, eagle_3: dict[str, Any]) -> None:
+    arguments = asking({**eagle_3, "controller": {"k_max": 2}})
     seams.check(arguments)
     assert arguments.speculative_config == {
         "method": "eagle3",
-        "model": EAGLE_3["heads"],
+        "model": eagle_3["heads"],
         "num_speculative_tokens": 3,
     }
     own = arguments.additional_config["specx"]
@@ -157,9 +167,9 @@ def test_eagle_3_is_given_to_vllm(with_triton: None) -> None:
     assert arguments.additional_config["other"] == 1
 
 
-def test_eagle_3_stays_ours_on_v1(with_triton: None) -> None:
+def test_eagle_3_stays_ours_on_v1(with_triton: None, eagle_3: dict[str, Any]) -> None:
     for runner in ("v1", "auto"):
-        arguments = asking({**EAGLE_3, "runner": runner})
+        arguments = asking({**eagle_3, "runner": runner})
         before = dict(arguments.speculative_config)
         seams.check(arguments)
         assert arguments.speculative_config == before
@@ -169,14 +179,15 @@ def test_eagle_3_stays_ours_on_v1(with_triton: None) -> None:
     ("change", "sentence"),
     [
         ({"cache_tokens": 64}, "knows no cache_tokens"),
+        ({"heads": str(RECIPES / "smollm2-135m-eagle3")}, "needs the draft's own lm_head"),
         ({"heads": str(RECIPES / "smollm2-135m-medusa")}, "EAGLE-3 checkpoints in vLLM's layout"),
     ],
 )
 def test_what_vllms_eagle_3_cannot_do_is_refused(
-    with_triton: None, change: dict[str, Any], sentence: str
+    with_triton: None, eagle_3: dict[str, Any], change: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        seams.check(asking({**EAGLE_3, **change}))
+        seams.check(asking({**eagle_3, **change}))
     assert sentence in str(refused.value)
     assert "set specx.runner to 'v1'" in str(refused.value)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_specx import config
-from vllm_specx.draft.checkpoint_files import read_config
+from vllm_specx.draft.checkpoint_files import read_checkpoint
 from vllm_specx.engine.heads import local_folder
 
 _NOT_STOCK = ("vocab", "min_probability", "token_cost", "cache_tokens", "aux_layers")
@@ -18,11 +18,14 @@ def stock_obstacle(settings: config.EagleConfig) -> str | None:
     """
     if given := [key for key in _NOT_STOCK if getattr(settings, key) is not None]:
         return f"knows no {given[0]}"
-    architectures = read_config(local_folder(settings.heads) / "config.json").get("architectures")
-    if not any("Eagle3" in str(name) for name in architectures or ()):
+    tensors, written = read_checkpoint(local_folder(settings.heads))
+    if not any("Eagle3" in str(name) for name in written.get("architectures") or ()):
         return (
             f"is taken for EAGLE-3 checkpoints in vLLM's layout only, which {settings.heads} is not"
         )
+    if not any(name.endswith("lm_head.weight") for name in tensors):
+        # vLLM would load it without a word, and draft from weights that nobody has set.
+        return f"needs the draft's own lm_head, and {settings.heads} takes rows of the target's"
     return None
 
 
