@@ -91,7 +91,8 @@ def _look_up_kernel(  # type: ignore[no-untyped-def]
                 there = tl.load(text + place - 1 - back, mask=within, other=0)
                 differs = (here != there) | (back >= longest) | (back >= place)
                 match = tl.min(tl.where(differs, back, LONGEST), axis=0)
-                if (match >= n) & ((match > best) | ((match == best) & (place > best_place))):
+                # A longer window's place is never the more recent one of equal matches.
+                if (match >= n) & (match > best):
                     best = match
                     best_place = place
     ahead = tl.arange(0, K)
