@@ -6,32 +6,25 @@ nothing to take back when a draft is rejected; an accepted token is read again, 
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from vllm_specx.draft.chain_drafts import proposed
-from vllm_specx.draft.chain_rule import ChainRule
-from vllm_specx.draft.chains import ChainSteps, draw
-from vllm_specx.draft.depth_calibration import DepthCalibration
+from vllm_specx.draft.cached_drafter import DEPTH, CachedDrafter
+from vllm_specx.draft.chains import ChainSteps
 from vllm_specx.draft.draft_model_checkpoint import DraftModelWeights
 from vllm_specx.draft.draft_model_config import DraftModelConfig
 from vllm_specx.draft.draft_model_net import DraftModelNet
-from vllm_specx.draft.outcomes import Outcomes
 from vllm_specx.draft.page_holders import Holder, Holders
 from vllm_specx.draft.paged_cache import PAGE, PagedCache, Sequence
 from vllm_specx.draft.paged_layers import Ahead, PagedLayers, Span
 from vllm_specx.draft.proposer import DraftContext
-from vllm_specx.draft.tree import EMPTY_DRAFT, DraftTree, IntArray
+from vllm_specx.draft.tree import DraftTree, IntArray
 from vllm_specx.draft.vocabularies import Draftable
 
-_DEPTH = 16
-"""The longest draft."""
-_NEAR = _DEPTH + 1
+_NEAR = DEPTH + 1
 """So many new tokens are those of a decode step: they are always read."""
 
 
@@ -50,7 +43,7 @@ class _Work:
     span: Span
 
 
-class DraftModelDrafter:
+class DraftModelDrafter(CachedDrafter):
     """Implements draft.proposer.TrainedDrafter with a draft model.
 
     weights: in the dtype that it runs in (draft_model_checkpoint.load_draft_model). draftable: the ids
@@ -62,7 +55,6 @@ class DraftModelDrafter:
     One that is longer than the draft can read, or than the cache, never does.
     """
 
-    needs_hidden_states: ClassVar[bool] = False
     needs_verified_rows: ClassVar[bool] = False
 
     def __init__(
@@ -81,7 +73,7 @@ class DraftModelDrafter:
         self._read_tokens = config.read_tokens
         self._last_token = len(weights.embeddings) - 1
         self._net = DraftModelNet(
-            weights, draftable, positions=self._longest + _DEPTH + 1, device=self._device
+            weights, draftable, positions=self._longest + DEPTH + 1, device=self._device
         )
         tokens = cache_tokens if config.cache_tokens is None else config.cache_tokens
         self._cache = PagedCache(
@@ -98,80 +90,33 @@ class DraftModelDrafter:
             self._net.layers, self._net.rotary, self._cache, self._net.between
         )
         self._requests = _Requests(self._cache)
-        self.depth = _DEPTH
-        self.draft_steps = 0
-        self.missed: Collection[str] = ()
-        self.stops_early = self._device.type == "cpu"
-        self.acceptance: tuple[float, ...] = ()
-        calibration = DepthCalibration(_DEPTH)
-        self._outcomes = Outcomes(calibration)
-        self.rule = ChainRule(
-            calibration,
+        super().__init__(
+            self._cache,
+            self._requests,
+            device=self._device,
+            net_bytes=self._net.bytes,
+            acceptance=(),
             min_probability=config.min_probability,
             token_cost=config.token_cost,
-            on_cpu=self.stops_early,
         )
 
-    def memory(self) -> int:
-        """Bytes: weights, their packed copies, and the whole cache."""
-        return self._net.bytes + self._cache.nbytes
-
-    def forwards(self, depth: int) -> int:
-        """See draft.proposer.TrainedDrafter."""
-        return depth
-
-    def cache_use(self) -> dict[str, int]:
-        """Pages of the cache: all of them, those that requests hold, and requests known."""
-        return {
-            "pages": self._cache.pages,
-            "used": self._cache.used,
-            "requests": len(self._requests),
-        }
-
-    @torch.inference_mode()
-    def propose(self, context: DraftContext) -> list[DraftTree]:
-        """One draft a request, of at most its budget; see draft.proposer.DraftContext. After a fault
-        nothing is known of any request: what was half done is not read."""
-        try:
-            return self._propose(context)
-        except Exception:
-            self._requests.clear()
-            raise
-
     def _propose(self, context: DraftContext) -> list[DraftTree]:
-        self.draft_steps = 0
-        for name, right in self._outcomes.learn(context).items():
-            self._requests.judge(name, right)
-        for name in context.finished:
-            self._requests.drop(name)
-        asked = np.flatnonzero(context.budgets > 0).tolist()
-        works, reads = self._works(context, asked)
+        works, reads = self._works(context)
         drafting = [work.index for work in works if work.span.drafts]
-        self.missed = {context.request_ids[i] for i in set(asked).difference(drafting)}
-        drafts = [EMPTY_DRAFT] * len(context.request_ids)
-        if not works:
-            return drafts
-        budgets = context.budgets[drafting]
-        depth = min(_DEPTH, int(budgets.max())) if drafting else 0
-        ahead = self._absorb(works, depth)
-        if ahead is not None:
-            goes_on = self.rule.goes_on(budgets, context) if self.stops_early else None
-            chains = draw(self._steps(ahead, depth), len(budgets), depth, goes_on)
-            self.draft_steps = chains.steps
-            made = proposed(chains, drafting, context, self.rule, self._outcomes)
-            for i, draft in made.items():
-                drafts[i] = draft
-        if reads:
+        depth = self._asked_depth(context, drafting)
+        ahead = self._absorb(works, depth) if works else None
+        drafts = self._drafted(context, drafting, ahead, depth)
+        if works and reads:
             self.draft_steps = -1
         return drafts
 
-    def _works(self, context: DraftContext, asked: list[int]) -> tuple[list[_Work], bool]:
+    def _works(self, context: DraftContext) -> tuple[list[_Work], bool]:
         """What is read now, and whether a prompt is among it."""
         near: list[tuple[Holder, int]] = []
         behind: list[tuple[Holder, int]] = []
         keys = context.state_keys
         sizes = context.num_tokens.tolist()
-        for i in asked:
+        for i in np.flatnonzero(context.budgets > 0).tolist():
             if sizes[i] > self._longest:
                 continue
             key = "" if keys is None else keys[i]
@@ -222,7 +167,6 @@ class DraftModelDrafter:
         return ahead
 
     def _steps(self, ahead: Ahead, depth: int) -> ChainSteps:
-        """Each depth's tokens and probabilities [B]; takes the rows int64 [n] that go on, or None."""
         for d in range(depth):
             logits = self._net.leave(ahead.moved, ahead.residual)
             probability, token = torch.softmax(logits, -1, dtype=torch.float32).max(-1)
@@ -233,9 +177,6 @@ class DraftModelDrafter:
                 token = token.index_select(0, keep)
                 self._layers.keep(ahead, keep)
             self._layers.advance(ahead, *self._net.enter(token))
-
-    def _moved(self, places: npt.NDArray[np.int64]) -> torch.Tensor:
-        return torch.from_numpy(places).to(self._device, non_blocking=True)
 
 
 def longest(config: DraftModelConfig, weights: DraftModelWeights, max_model_len: int) -> int:

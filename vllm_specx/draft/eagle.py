@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from vllm_specx.draft.attention import Places
-from vllm_specx.draft.chain_drafts import proposed
-from vllm_specx.draft.chain_rule import ChainRule
-from vllm_specx.draft.chains import ChainSteps, draw
+from vllm_specx.draft.cached_drafter import DEPTH, CachedDrafter
+from vllm_specx.draft.chains import ChainSteps
 from vllm_specx.draft.checkpoints import CheckpointError
-from vllm_specx.draft.depth_calibration import DepthCalibration
 from vllm_specx.draft.eagle_config import EagleConfig
 from vllm_specx.draft.eagle_net import EagleNet
 from vllm_specx.draft.eagle_requests import Piece, Request, Requests
 from vllm_specx.draft.eagle_weights import EagleWeights
-from vllm_specx.draft.outcomes import Outcomes
 from vllm_specx.draft.paged_cache import PAGE, PagedCache
 from vllm_specx.draft.paged_layers import Ahead, PagedLayers, Span
 from vllm_specx.draft.proposer import DraftContext, VerifiedRows
-from vllm_specx.draft.tree import EMPTY_DRAFT, DraftTree
+from vllm_specx.draft.tree import DraftTree
 
-FloatArray = npt.NDArray[np.float64]
-
-_DEPTH = 16
-"""The longest draft."""
 _WAITING = 256
 """Features of one request that may wait to go through the layer."""
 _WAITING_BYTES = 64 << 20
@@ -61,7 +53,7 @@ class _Work:
         return self.request.known + self.count
 
 
-class EagleDrafter:
+class EagleDrafter(CachedDrafter):
     """Implements draft.proposer.Proposer with an EAGLE draft.
 
     weights: a checkpoint that fits the target (eagle_checkpoints.load_eagle); its vocabulary is drafted
@@ -76,7 +68,6 @@ class EagleDrafter:
     Raises CheckpointError where config and weights do not fit together.
     """
 
-    needs_hidden_states: ClassVar[bool] = False
     needs_verified_rows: ClassVar[bool] = True
 
     def __init__(
@@ -91,9 +82,7 @@ class EagleDrafter:
         cache_tokens: int,
         device: torch.device | None = None,
     ) -> None:
-        self._config = config
         self._device = device or lm_head.device
-        self._on_cpu = self._device.type == "cpu"
         vocab = weights.vocab
         rows = weights.lm_head
         if rows is None:
@@ -112,7 +101,7 @@ class EagleDrafter:
             weights,
             lm_head=rows.to(dtype),
             embeddings=embeddings,
-            positions=max_model_len + _DEPTH + 1,
+            positions=max_model_len + DEPTH + 1,
             device=self._device,
         )
         tokens = cache_tokens if config.cache_tokens is None else config.cache_tokens
@@ -130,73 +119,28 @@ class EagleDrafter:
             self._net.layers, self._net.rotary, self._cache, self._net.between
         )
         self._waiting_rows = 0
-        self.depth = _DEPTH
-        self.draft_steps = 0
-        self.missed: Collection[str] = ()
-        self.stops_early = self._device.type == "cpu"
-        self.acceptance = weights.acceptance
-        calibration = DepthCalibration(_DEPTH, weights.acceptance)
-        self._outcomes = Outcomes(calibration)
-        self.rule = ChainRule(
-            calibration,
+        super().__init__(
+            self._cache,
+            self._requests,
+            device=self._device,
+            net_bytes=self._net.bytes,
+            acceptance=weights.acceptance,
             min_probability=config.min_probability,
             token_cost=config.token_cost,
-            on_cpu=self.stops_early,
         )
 
-    def memory(self) -> int:
-        """Bytes: weights that are the draft's own, their packed copies, and the whole cache."""
-        return self._net.bytes + self._cache.nbytes
-
-    def forwards(self, depth: int) -> int:
-        """See draft.proposer.TrainedDrafter."""
-        return depth
-
-    def cache_use(self) -> dict[str, int]:
-        """Pages of the cache: all of them, those that requests hold, and requests known."""
-        return {
-            "pages": self._cache.pages,
-            "used": self._cache.used,
-            "requests": len(self._requests),
-        }
-
-    @torch.inference_mode()
-    def propose(self, context: DraftContext) -> list[DraftTree]:
-        """One draft a request, of at most its budget; see draft.proposer.DraftContext. After a fault
-        nothing is known of any request: what was half done is not read."""
-        try:
-            return self._propose(context)
-        except Exception:
-            self._requests.clear()
-            self._waiting_rows = 0
-            raise
+    def _forget(self) -> None:
+        super()._forget()
+        self._waiting_rows = 0
 
     def _propose(self, context: DraftContext) -> list[DraftTree]:
-        self.draft_steps = 0
-        for name, right in self._outcomes.learn(context).items():
-            self._requests.judge(name, right)
-        for name in context.finished:
-            self._requests.drop(name)
-        drafts = [EMPTY_DRAFT] * len(context.request_ids)
         verified = context.verified
         assert verified is not None
         works = self._works(context, verified)
         drafting = [work.index for work in works if work.drafts]
-        asked = set(np.flatnonzero(context.budgets > 0).tolist())
-        self.missed = {context.request_ids[i] for i in asked.difference(drafting)}
-        if not works:
-            return drafts
-        budgets = context.budgets[drafting]
-        depth = min(_DEPTH, int(budgets.max())) if drafting else 0
-        state = self._absorb(works, context, verified, depth)
-        if state is None:
-            return drafts
-        goes_on = self.rule.goes_on(budgets, context) if self.stops_early else None
-        chains = draw(self._steps(state, depth), len(budgets), depth, goes_on)
-        self.draft_steps = chains.steps
-        for i, draft in proposed(chains, drafting, context, self.rule, self._outcomes).items():
-            drafts[i] = draft
-        return drafts
+        depth = self._asked_depth(context, drafting)
+        ahead = self._absorb(works, context, verified, depth) if works else None
+        return self._drafted(context, drafting, ahead, depth)
 
     def _works(self, context: DraftContext, verified: VerifiedRows) -> list[_Work]:
         """Whose features go through the layer now; those of the others are kept."""
@@ -320,7 +264,6 @@ class EagleDrafter:
             self._cache.edges.index_copy_(0, self._moved(np.array(pages, np.int64)), last)
 
     def _steps(self, ahead: Ahead, depth: int) -> ChainSteps:
-        """Each depth's tokens and probabilities [B]; takes the rows int64 [n] that go on, or None."""
         for d in range(depth):
             logits, feature = self._net.leave(ahead.moved, ahead.residual)
             probability, best = torch.softmax(logits, -1, dtype=torch.float32).max(-1)
@@ -332,9 +275,6 @@ class EagleDrafter:
                 token, feature = (part.index_select(0, keep) for part in (token, feature))
                 self._layers.keep(ahead, keep)
             self._layers.advance(ahead, *self._net.enter(token, feature))
-
-    def _moved(self, places: Places) -> torch.Tensor:
-        return torch.from_numpy(places).to(self._device, non_blocking=True)
 
 
 def _keep(works: Sequence[_Work], states: Sequence[torch.Tensor]) -> None:
