@@ -32,11 +32,6 @@ class ChainRule:
         self._token_cost = token_cost
         self._default_cost = 0.05 if on_cpu else 0.01
 
-    @property
-    def by_goodput(self) -> bool:
-        """Whether lengths follow step times, and not what is configured."""
-        return self._min_probability is None and self._token_cost is None
-
     def lengths(
         self, probabilities: Probabilities, budgets: IntArray, context: DraftContext
     ) -> IntArray:
@@ -53,7 +48,8 @@ class ChainRule:
     def goes_on(self, budgets: IntArray, context: DraftContext) -> GoesOn:
         """For chains.draw()."""
         usual = self._calibration.usual()
-        draft_cost = context.draft_cost if self.by_goodput else None
+        by_goodput = self._min_probability is None and self._token_cost is None
+        draft_cost = context.draft_cost if by_goodput else None
 
         def more(probabilities: Probabilities, made: IntArray) -> npt.NDArray[np.bool_]:
             return goes_on(

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_specx.draft.best_first import fixed_tree, parallel_tree
+from vllm_specx.draft.chain_drafts import proposed
 from vllm_specx.draft.chain_rule import ChainRule
 from vllm_specx.draft.chains import Chains, ChainSteps, draw
 from vllm_specx.draft.checkpoints import CheckpointError, HeadWeights
@@ -22,19 +23,12 @@ from vllm_specx.draft.outcomes import Guess, Outcomes, to_host
 from vllm_specx.draft.proposer import DraftContext
 from vllm_specx.draft.tree import EMPTY_DRAFT, DraftTree, IntArray
 
-FloatArray = npt.NDArray[np.float64]
-
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What the heads said for one request.
+    """A tree of one request. depths, probabilities: [n], of its nodes."""
 
-    draft: what is proposed. guessed: what the next tokens will be compared with, which may be
-        longer: heads that are not believed are still watched. depths, probabilities: of guessed.
-    """
-
-    draft: DraftTree
-    guessed: DraftTree
+    tree: DraftTree
     depths: IntArray
     probabilities: npt.NDArray[np.float32]
 
@@ -164,16 +158,18 @@ class MedusaDrafter:
         budgets = context.budgets[active]
         last = context.token_ids[context.rows[active], context.num_tokens[active] - 1]
         if self._config.topology == "chain":
-            made = self._chains(hidden, last, budgets, context)
+            chains = self._chains(hidden, last, budgets, context)
+            self.draft_steps = chains.steps
+            made = proposed(chains, active.tolist(), context, self.rule, self._outcomes)
+            return [made.get(i, EMPTY_DRAFT) for i in range(len(drafts))]
+        self.draft_steps = self.forwards(self.depth)
+        if self._parallel is not None:
+            trees = self._parallel_trees(hidden, budgets)
         else:
-            self.draft_steps = self.forwards(self.depth)
-            if self._parallel is not None:
-                made = self._parallel_trees(hidden, budgets)
-            else:
-                made = self._sequential_trees(hidden, last, budgets)
-        for i, each in zip(active, made, strict=True):
-            drafts[i] = each.draft
-            guess = Guess(each.guessed, each.depths, each.probabilities, int(context.num_tokens[i]))
+            trees = self._sequential_trees(hidden, last, budgets)
+        for i, each in zip(active, trees, strict=True):
+            drafts[i] = each.tree
+            guess = Guess(each.tree, each.depths, each.probabilities, int(context.num_tokens[i]))
             self._outcomes.expect(context.request_ids[i], guess)
         return drafts
 
@@ -194,41 +190,16 @@ class MedusaDrafter:
 
     def _chains(
         self, hidden: torch.Tensor, last: IntArray, budgets: IntArray, context: DraftContext
-    ) -> list[_Made]:
-        depth = min(self.depth, int(budgets.max()))
-        if self._parallel is not None:
-            logits = self.logits(hidden, depth)
-            best = logits.max(-1).indices
-            chosen = torch.softmax(logits, -1).gather(-1, best[..., None])[..., 0]
-            chains = Chains(
-                *to_host(self._targets(best).T, chosen.T), np.full(len(budgets), depth, np.int32), 1
-            )
-        else:
-            chains = self._sequential_chains(hidden, last, budgets, depth, context)
-        self.draft_steps = chains.steps
-        tokens, probabilities, made = chains.tokens, chains.probabilities, chains.made
-        lengths = self.rule.lengths(probabilities, np.minimum(budgets, made), context)
-        depths = np.arange(tokens.shape[1], dtype=np.int32)
-        return [
-            _Made(
-                DraftTree.chain(tokens[i, : lengths[i]]),
-                DraftTree.chain(tokens[i, :n]),
-                depths[:n],
-                probabilities[i, :n],
-            )
-            for i, n in enumerate(made.tolist())
-        ]
-
-    def _sequential_chains(
-        self,
-        hidden: torch.Tensor,
-        last: IntArray,
-        budgets: IntArray,
-        depth: int,
-        context: DraftContext,
     ) -> Chains:
-        goes_on = self.rule.goes_on(budgets, context) if self.stops_early else None
-        return draw(self._sequential_steps(hidden, last), len(budgets), depth, goes_on)
+        depth = min(self.depth, int(budgets.max()))
+        if self._parallel is None:
+            goes_on = self.rule.goes_on(budgets, context) if self.stops_early else None
+            return draw(self._sequential_steps(hidden, last), len(budgets), depth, goes_on)
+        logits = self.logits(hidden, depth)
+        best = logits.max(-1).indices
+        chosen = torch.softmax(logits, -1).gather(-1, best[..., None])[..., 0]
+        tokens, probabilities = to_host(self._targets(best).T, chosen.T)
+        return Chains(tokens, probabilities, np.full(len(budgets), depth, np.int32), 1)
 
     def _sequential_steps(self, state: torch.Tensor, last: IntArray) -> ChainSteps:
         assert self._sequential is not None
@@ -262,7 +233,7 @@ class MedusaDrafter:
                 nodes = min(int(budget), self._config.nodes)
                 depths, ranks, parents = parallel_tree(acceptance[i], nodes, self._floor())
             tree = DraftTree(tokens[i, depths, ranks], parents)
-            made.append(_Made(tree, tree, depths, probabilities[i, depths, ranks]))
+            made.append(_Made(tree, depths, probabilities[i, depths, ranks]))
         return made
 
     def _width(self) -> int:
@@ -326,7 +297,7 @@ class MedusaDrafter:
             tokens[kept].astype(np.int32),
             np.array([place[int(parents[node])] for node in kept], np.int32),
         )
-        return _Made(tree, tree, depths[kept], probabilities[kept])
+        return _Made(tree, depths[kept], probabilities[kept])
 
 
 def _bins(probabilities: torch.Tensor) -> torch.Tensor:
