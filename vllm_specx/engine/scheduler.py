@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -20,8 +20,9 @@ from vllm_specx.engine.translate import SELECTED
 logger = logging.getLogger(f"vllm.{__name__}")
 
 T = TypeVar("T")
-_DRAFT_SHARE = (0.05, 0.1)
-"""Of a target's step, what a forward of the draft takes until it is measured: ours, vLLM's own."""
+_DRAFT_SHARE = {"ours": 0.05, "on device": 0.02, "stock": 0.1}
+"""Of a target's step, what a forward of the draft takes until it is measured. On the device heads answer
+together."""
 
 
 class _Steered:
@@ -30,6 +31,10 @@ class _Steered:
     A fault in choosing K is logged once and ends the choosing, never the scheduler: drafts are then
     what vLLM's own configuration says.
     """
+
+    on_device: ClassVar[bool] = False
+    """Whether speculators of ours on the device draft, exactly as many tokens as they are told to: K is
+    chosen before drafting, and K=0 runs no draft step at all."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,19 +48,22 @@ class _Steered:
         on_gpu = vllm.device_config.device_type != "cpu"
         method = vllm.speculative_config.method
         stock = settings.proposer == "stock"
+        paces_itself = not stock and not self.on_device
         looks_up = method in VARYING if stock else settings.proposer == "ngram"
+        kind = "stock" if stock else "on device" if self.on_device else "ours"
         self._steering = Steering(
             settings.controller,
             method=method,
-            self_paced=not stock,
-            rests=not stock and not looks_up and config.drafts_by_goodput(settings),
+            self_paced=paces_itself,
+            rests=paces_itself and not looks_up and config.drafts_by_goodput(settings),
+            idle_forwards=0 if self.on_device else None,
             max_k=vllm.num_speculative_tokens,
             max_requests=vllm.scheduler_config.max_num_seqs,
             asynchronous=bool(vllm.scheduler_config.async_scheduling),
             prior=CostPrior.from_model(
                 weight_bytes(vllm.model_config.model),
                 on_gpu,
-                draft_share=0.0 if looks_up else _DRAFT_SHARE[stock],
+                draft_share=0.0 if looks_up else _DRAFT_SHARE[kind],
             ),
         )
         # With a table of its own vLLM does not pad a request's first step with drafts that are

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +66,6 @@ class _Drafts:
     cut: int = -1
 
 
-_Seen = tuple[
-    _Step,
-    list[str],
-    list[int],
-    list[int],
-    list[int],
-    list[int],
-    list[int],
-    list[int],
-    float,
-]
-"""What _learn() takes."""
-
-
 class Steering:
     """One a scheduler. Every method may raise; the scheduler switches it off then."""
 
@@ -89,26 +76,30 @@ class Steering:
         method: str,
         self_paced: bool,
         rests: bool = False,
+        idle_forwards: int | None = None,
         max_k: int,
         max_requests: int,
         asynchronous: bool,
         prior: CostPrior,
     ) -> None:
         """method: vLLM's name; self_paced: the proposer chooses lengths by the costs it is told; rests:
-        by what its forwards cost, too, so that steps without any have to be measured."""
+        by what its forwards cost, too, so that steps without any have to be measured; idle_forwards:
+        draft steps at K=0, by default what the method is known to run."""
         self.method = method
         self.self_paced = self_paced
         self.max_k = max_k
         self.asynchronous = asynchronous
         self.cuts = not asynchronous and not self_paced
         self.after_drafting = self.cuts and method in VARYING
+        if idle_forwards is None:
+            idle_forwards = 0 if self_paced or method in VARYING else FIRST_FORWARD
         self.controller = Controller(
             settings,
             max_k,
             max_requests=max_requests,
             prior=prior,
             varying=self_paced or method in VARYING,
-            least_draft_steps=0 if self_paced or method in VARYING else FIRST_FORWARD,
+            least_draft_steps=idle_forwards,
         )
         self._steps: dict[int, _Step] = {}
         self._drafts: dict[str, _Drafts] = {}
@@ -119,7 +110,7 @@ class Steering:
         self._settings = settings
         self._limits: dict[str, int] = {}
         self._gone: list[str] = []
-        self._untold: _Seen | None = None
+        self._untold: tuple[_Step, Callable[[], None]] | None = None
         self._may_rest = (
             rests and settings.enabled and settings.static_k is None and not settings.k_min
         )
@@ -293,22 +284,34 @@ class Steering:
             known = note is not None and note.cut >= 0 and hits == length
             beyond.append(int(tokens[-1] == note.cut) if known and note is not None else -1)
         if ids:
-            seen = (step, ids, drafted, accepted, kept, offered, allowed, beyond, now - start)
+            learn = partial(
+                self._learn,
+                step,
+                ids,
+                drafted,
+                accepted,
+                kept,
+                offered,
+                allowed,
+                beyond,
+                now - start,
+            )
             if self.self_paced:
-                self._untold = seen
+                self._untold = step, learn
                 return
-            self._learn(*seen)
+            learn()
         self._forget()
 
     def took(self, draft_steps: int) -> None:
         """The step that has finished made so many forwards of our draft: it is learned from now. Negative:
         its time says nothing (draft.proposer.Proposer.draft_steps)."""
-        if (seen := self._untold) is None:
+        if self._untold is None:
             return
+        step, learn = self._untold
         self._untold = None
-        seen[0].draft_steps = max(draft_steps, 0)
-        seen[0].pure_decode &= draft_steps >= 0
-        self._learn(*seen)
+        step.draft_steps = max(draft_steps, 0)
+        step.pure_decode &= draft_steps >= 0
+        learn()
         self._forget()
 
     def _learn(
