@@ -12,6 +12,7 @@ from tests.engine.conftest import TIGHT
 from tests.support import texts
 from tests.support.drafts import (
     SHORT,
+    always_four,
     check_cached_prefix,
     check_come_and_go,
     check_in_batches,
@@ -30,15 +31,7 @@ TRAINED = ROOT / "recipes" / "heads" / "smollm2-135m-eagle3"
 
 
 def speculation(draft: str | Path, **more: Any) -> dict[str, Any]:
-    """Always four tokens."""
-    return {
-        "method": "specx:eagle",
-        "model": str(draft),
-        "num_speculative_tokens": 4,
-        "min_probability": 0.0,
-        "controller": {"static_k": 4},
-        **more,
-    }
+    return always_four("specx:eagle", draft, **more)
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,18 @@ PREFIX = "You answer questions about this list. " + " ".join(
 )
 
 
+def always_four(method: str, draft: str | Path, **more: Any) -> dict[str, Any]:
+    """A speculative config whose drafts have four tokens, whatever they cost and promise."""
+    return {
+        "method": method,
+        "model": str(draft),
+        "num_speculative_tokens": 4,
+        "min_probability": 0.0,
+        "controller": {"static_k": 4},
+        **more,
+    }
+
+
 def said(engine: Engine, prompts: Sequence[str], **params: Any) -> list[list[int]]:
     """Token ids of the answers."""
     return ids(engine.chat(prompts, **SHORT, **params))

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm_specx import config
 from vllm_specx.draft.auto import AutoDrafter
+from vllm_specx.draft.medusa import MedusaDrafter
 from vllm_specx.draft.proposer import Proposer, TrainedDrafter
 from vllm_specx.engine.eagle import eagle_drafter
 from vllm_specx.engine.heads import medusa_drafter, trained_part
@@ -32,7 +33,7 @@ class AutoProposer(EngineProposer):
         part = trained_part(settings)
         trained: TrainedDrafter
         if isinstance(part, config.MedusaConfig):
-            trained = medusa_drafter(self, part, target_model)
+            trained = medusa_drafter(self.vllm_config, part, target_model, MedusaDrafter)
         else:
             assert part is not None
             trained = eagle_drafter(self, part, target_model)

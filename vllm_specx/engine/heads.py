@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -40,7 +40,8 @@ class MedusaProposer(EngineProposer):
     def load_model(self, target_model: Any) -> None:
         settings = self.specx_config()
         assert isinstance(settings, config.MedusaConfig)
-        self.proposer = paced(self, medusa_drafter(self, settings, target_model))
+        drafter = medusa_drafter(self.vllm_config, settings, target_model, MedusaDrafter)
+        self.proposer = paced(self, drafter)
 
 
 def paced(
@@ -52,13 +53,17 @@ def paced(
     return PacedDrafter(drafter, proposer.num_speculative_tokens)
 
 
+M = TypeVar("M", bound=MedusaDrafter)
+
+
 def medusa_drafter(
-    proposer: EngineProposer, settings: config.MedusaConfig, target_model: Any
-) -> MedusaDrafter:
+    vllm_config: Any, settings: config.MedusaConfig, target_model: Any, kind: type[M]
+) -> M:
     """The heads that the configuration names, with what they need of the target."""
     head, embeddings = head_and_embeddings(target_model)
-    text = proposer.vllm_config.model_config.hf_text_config
-    shape = TargetShape(text.hidden_size, proposer.vocab_size, head.dtype)
+    model_config = vllm_config.model_config
+    vocab_size = model_config.get_vocab_size()
+    shape = TargetShape(model_config.hf_text_config.hidden_size, vocab_size, head.dtype)
     heads = load_heads(local_folder(settings.heads), shape)
     logger.info(
         "vllm_specx: %d %s heads from %s%s.",
@@ -67,9 +72,7 @@ def medusa_drafter(
         settings.heads,
         f", {len(heads.vocab)} draft tokens" if heads.vocab else "",
     )
-    return MedusaDrafter(
-        settings, heads, lm_head=head[: proposer.vocab_size], embeddings=embeddings
-    )
+    return kind(settings, heads, lm_head=head[:vocab_size], embeddings=embeddings)
 
 
 def trained_part(settings: config.SpecxConfig) -> config.MedusaConfig | config.EagleConfig | None:

@@ -9,9 +9,8 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_specx import config
-from vllm_specx.draft.checkpoints import TargetShape, load_heads
 from vllm_specx.draft.medusa import MedusaDrafter
-from vllm_specx.engine.heads import head_and_embeddings, local_folder
+from vllm_specx.engine.heads import medusa_drafter
 from vllm_specx.engine.v2.base import SpecxSpeculator
 
 logger = logging.getLogger(f"vllm.{__name__}")
@@ -62,24 +61,16 @@ class MedusaSpeculator(SpecxSpeculator, DraftModelSpeculator):
         """Called by the runner after the target is loaded. Raises CheckpointError."""
         settings = self.specx_config()
         assert isinstance(settings, config.MedusaConfig)
-        head, embeddings = head_and_embeddings(target_model)
-        text = self.vllm_config.model_config.hf_text_config
-        shape = TargetShape(text.hidden_size, self.vocab_size, head.dtype)
-        heads = load_heads(local_folder(settings.heads), shape)
-        self.heads = DeviceHeads(
-            settings, heads, lm_head=head[: self.vocab_size], embeddings=embeddings
-        )
+        self.heads = medusa_drafter(self.vllm_config, settings, target_model, DeviceHeads)
         self.model = self.heads.network
-        logger.info(
-            "vllm_specx: %d heads from %s, on Model Runner V2.", heads.depth, settings.heads
-        )
-        if self.max_k > heads.depth:
+        depth = self.heads.depth
+        if self.max_k > depth:
             logger.warning(
                 "vllm_specx: num_speculative_tokens is %d, but %s has %d heads; set it to %d.",
                 self.max_k,
                 settings.heads,
-                heads.depth,
-                heads.depth,
+                depth,
+                depth,
             )
 
     def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
