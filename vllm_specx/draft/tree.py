@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
+Reach = npt.NDArray[np.float32]
 
 _CHAIN_PARENTS: IntArray = np.arange(-1, 511, dtype=np.int32)
 
@@ -19,11 +20,14 @@ class DraftTree:
 
     tokens: int32 [n], token ids.
     parents: int32 [n], index of each token's parent, -1 for children of the last committed token.
+    reach: float32 [n], the probability that each node is accepted with all above it, falling; None: not
+        known. The nodes of the best tree of any smaller size come first.
     A chain is the tree whose parents are i - 1. Any prefix of a tree is a tree.
     """
 
     tokens: IntArray
     parents: IntArray
+    reach: Reach | None = None
 
     @classmethod
     def chain(cls, tokens: Sequence[int] | IntArray) -> DraftTree:
@@ -39,6 +43,13 @@ class DraftTree:
     def is_chain(self) -> bool:
         """Whether every token has at most one child."""
         return bool(np.array_equal(self.parents, np.arange(-1, len(self.parents) - 1)))
+
+    def prefix(self, nodes: int) -> DraftTree:
+        """The first `nodes` nodes."""
+        if nodes >= len(self.tokens):
+            return self
+        reach = None if self.reach is None else self.reach[:nodes]
+        return DraftTree(self.tokens[:nodes], self.parents[:nodes], reach)
 
     def first_path(self) -> IntArray:
         """int32 [depth]: the tokens along the best child of each node."""
