@@ -36,7 +36,7 @@ class Window:
     """The contexts of a batch, gathered from their pages once, and what is drafted after them.
 
     sequences: B, written up to `ends` before the first attend(). depth: how many drafted entries
-        may follow; they live here and never reach the pages.
+        may follow, of all paths; they live here and never reach the pages.
     Requests of similar length form a group, so that little is padding.
     """
 
@@ -56,6 +56,7 @@ class Window:
         ]
         size = sum(g.entries for g in self._groups) * cache.layers
         self._hold = size * entry <= _SCRATCH
+        # Drafted entries of each layer: [B, n, 2 * kv_heads, head_dim], n of one depth together.
         self._tails: list[list[torch.Tensor]] = [[] for _ in range(cache.layers)]
         self._whole = self._in_order()
 
@@ -67,7 +68,7 @@ class Window:
         """
         tails = self._tails[layer]
         if kv is not None:
-            tails.append(kv)
+            tails.append(kv[:, None])
         whole = self._whole
         out = q if whole else torch.empty_like(q)
         for g in self._groups:
@@ -79,6 +80,34 @@ class Window:
                 out.index_copy_(0, g.rows, answer)
         return out.reshape(self._batch, -1)
 
+    def attend_nodes(
+        self, layer: int, q: torch.Tensor, kv: torch.Tensor, visible: torch.Tensor
+    ) -> torch.Tensor:
+        """W nodes of a tree a request: q [B * W, heads, head_dim] -> [B * W, heads * head_dim].
+
+        kv: [B * W, 2 * kv_heads, head_dim] of these nodes. visible: bool [B, W, T], which of the T drafted
+            entries so far, these W the last of them, each node sees: itself and those above it.
+        """
+        size, width, _ = visible.shape
+        tails = self._tails[layer]
+        tails.append(kv.reshape(size, width, *kv.shape[1:]))
+        q = q.reshape(size, width, *q.shape[1:]).transpose(1, 2)
+        whole = self._whole
+        out = q if whole else torch.empty_like(q)
+        for g in self._groups:
+            query, seen = (
+                (q, visible)
+                if whole
+                else (q.index_select(0, g.rows), visible.index_select(0, g.rows))
+            )
+            context, mask = self._context(g, layer, tails)
+            answer = attend(query, context, _with_nodes(mask, seen, g.width, q.dtype))
+            if whole:
+                out = answer
+            else:
+                out.index_copy_(0, g.rows, answer)
+        return out.transpose(1, 2).reshape(size * width, -1)
+
     def _context(
         self, g: _Group, layer: int, tails: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -89,9 +118,13 @@ class Window:
             fresh = tails
             if self._hold:
                 g.kept[layer] = kv
-        end = g.width + len(tails)
-        for column, tail in enumerate(fresh, end - len(fresh)):
-            kv[:, column] = tail if self._whole else tail.index_select(0, g.rows)
+        end = g.width + sum(tail.shape[1] for tail in tails)
+        column = end - sum(tail.shape[1] for tail in fresh)
+        for tail in fresh:
+            kv[:, column : column + tail.shape[1]] = (
+                tail if self._whole else tail.index_select(0, g.rows)
+            )
+            column += tail.shape[1]
         mask = None if g.mask is None else g.mask[..., :end]
         return kv[:, :end], mask
 
@@ -112,6 +145,18 @@ class Window:
         return len(self._groups) == 1 and bool(
             (self._groups[0].members == np.arange(self._batch)).all()
         )
+
+
+def _with_nodes(
+    mask: torch.Tensor | None, visible: torch.Tensor, width: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """[b, 1, W, width + T] to be added. mask: [b, 1, 1, width + T] of the contexts; visible [b, W, T]."""
+    size, nodes, drafted = visible.shape
+    full = torch.zeros(size, 1, nodes, width + drafted, dtype=dtype, device=visible.device)
+    if mask is not None:
+        full += mask
+    full[:, 0, :, width:].masked_fill_(~visible, -torch.inf)
+    return full
 
 
 class _Group:

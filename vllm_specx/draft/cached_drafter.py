@@ -52,10 +52,10 @@ class CachedDrafter(ABC):
         self.missed: Collection[str] = ()
         self.stops_early = device.type == "cpu"
         self.acceptance = acceptance
-        calibration = DepthCalibration(DEPTH, acceptance)
-        self._outcomes = Outcomes(calibration)
+        self._calibration = DepthCalibration(DEPTH, acceptance)
+        self._outcomes = Outcomes(self._calibration)
         self.rule = ChainRule(
-            calibration,
+            self._calibration,
             min_probability=min_probability,
             token_cost=token_cost,
             on_cpu=self.stops_early,
@@ -107,7 +107,7 @@ class CachedDrafter(ABC):
         """How deep the places in `drafting` are to be drafted for; who else was asked for is missed."""
         asked = set(np.flatnonzero(context.budgets > 0).tolist())
         self.missed = {context.request_ids[i] for i in asked.difference(drafting)}
-        return min(DEPTH, int(context.budgets[drafting].max())) if drafting else 0
+        return min(self.depth, int(context.budgets[drafting].max())) if drafting else 0
 
     def _drafted(
         self, context: DraftContext, drafting: list[int], ahead: Ahead | None, depth: int

@@ -56,12 +56,26 @@ def kind_of(temperature: float) -> int:
     return 1 if temperature < FREELY else 2
 
 
-def initial_weights() -> FloatArray:
+SIBLING = 1.0
+"""By how much less, in log-odds, what is not the likeliest continuation comes true."""
+
+
+def tree_weights() -> FloatArray:
+    """float64 [2 * kinds * kernels.WEIGHTS]: those of first children, then those of their siblings."""
+    return np.concatenate([initial_weights(), initial_weights(SIBLING)])
+
+
+def initial_weights(less_likely: float = 0.0) -> FloatArray:
     """float64 [kinds * kernels.WEIGHTS]: log-odds of each feature, in the kernels' order."""
     return np.concatenate(
         [
             part
             for less in _SAMPLED
-            for part in (_LENGTH.ravel(), _COUNT.ravel(), _VOTE.ravel(), _AGREEMENT - less)
+            for part in (
+                _LENGTH.ravel(),
+                _COUNT.ravel(),
+                _VOTE.ravel(),
+                _AGREEMENT - less - less_likely,
+            )
         ]
     )

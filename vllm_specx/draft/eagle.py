@@ -1,8 +1,8 @@
-"""EAGLE and EAGLE-3 (arXiv 2401.15077, 2503.01840) as a proposer: chains by argmax."""
+"""EAGLE and EAGLE-3 (arXiv 2401.15077, 2503.01840) as a proposer: chains by argmax, trees as EAGLE-2's (2406.16858)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,15 +17,21 @@ from vllm_specx.draft.eagle_config import EagleConfig
 from vllm_specx.draft.eagle_net import EagleNet
 from vllm_specx.draft.eagle_requests import Piece, Request, Requests
 from vllm_specx.draft.eagle_weights import EagleWeights
+from vllm_specx.draft.growth import Growth
 from vllm_specx.draft.paged_cache import PAGE, PagedCache
 from vllm_specx.draft.paged_layers import Ahead, PagedLayers, Span
 from vllm_specx.draft.proposer import DraftContext, VerifiedRows
-from vllm_specx.draft.tree import DraftTree
+from vllm_specx.draft.resting import Resting
+from vllm_specx.draft.tree import EMPTY_DRAFT, DraftTree
+from vllm_specx.draft.tree_limits import TreeLimits
+from vllm_specx.draft.tree_rule import TreeRule, proposed_trees
 
 _WAITING = 256
 """Features of one request that may wait to go through the layer."""
 _WAITING_BYTES = 64 << 20
 """What all waiting features may take."""
+_RECENT = 128
+"""Of a request whose waiting features are too many while the draft rests, so many stay."""
 _BLOCK = 1024
 """Rows whose features are made together."""
 
@@ -62,6 +68,7 @@ class EagleDrafter(CachedDrafter):
         none of its own.
     max_batch, max_model_len: the engine's. cache_tokens: entries that the draft's K/V cache holds;
         config.cache_tokens goes before it.
+    tree: how large the trees may be; None: chains.
     Everything runs in the dtype and on the device of lm_head. One transfer to the host a step, except
     on CPUs, where a draft that promises no more is not continued.
 
@@ -81,6 +88,7 @@ class EagleDrafter(CachedDrafter):
         max_model_len: int,
         cache_tokens: int,
         device: torch.device | None = None,
+        tree: TreeLimits | None = None,
     ) -> None:
         self._device = device or lm_head.device
         vocab = weights.vocab
@@ -119,6 +127,7 @@ class EagleDrafter(CachedDrafter):
             self._net.layers, self._net.rotary, self._cache, self._net.between
         )
         self._waiting_rows = 0
+        self._resting = Resting()
         super().__init__(
             self._cache,
             self._requests,
@@ -128,6 +137,15 @@ class EagleDrafter(CachedDrafter):
             min_probability=config.min_probability,
             token_cost=config.token_cost,
         )
+        self._tree = tree
+        self._tree_rule = TreeRule(
+            self._calibration,
+            min_probability=config.min_probability,
+            token_cost=config.token_cost,
+            on_cpu=self.stops_early,
+        )
+        if tree is not None:
+            self.depth = min(tree.depth, DEPTH)
 
     def _forget(self) -> None:
         super()._forget()
@@ -136,11 +154,16 @@ class EagleDrafter(CachedDrafter):
     def _propose(self, context: DraftContext) -> list[DraftTree]:
         verified = context.verified
         assert verified is not None
+        self._resting.learn(context)
         works = self._works(context, verified)
         drafting = [work.index for work in works if work.drafts]
         depth = self._asked_depth(context, drafting)
-        ahead = self._absorb(works, context, verified, depth) if works else None
-        return self._drafted(context, drafting, ahead, depth)
+        room = depth if self._tree is None else self._tree.branching * depth
+        ahead = self._absorb(works, context, verified, room) if works else None
+        if self._tree is None or ahead is None:
+            return self._drafted(context, drafting, ahead, depth)
+        trees = self._grown(self._tree, ahead, depth, drafting, context)
+        return [trees.get(i, EMPTY_DRAFT) for i in range(len(context.request_ids))]
 
     def _works(self, context: DraftContext, verified: VerifiedRows) -> list[_Work]:
         """Whose features go through the layer now; those of the others are kept."""
@@ -167,17 +190,22 @@ class EagleDrafter(CachedDrafter):
             drafts = budgets[i] > 0 and position + count == committed[i] - 1
             work = _Work(request, i, rows[i], first, count, drafts)
             now = drafts or request.waiting + count > _WAITING
+            if now and not drafts and self._resting:
+                self._skip(work)
+                now = False
             (works if now else keeping).append(work)
         if keeping:
             fresh = sum(work.count for work in keeping)
             size = sum(state.shape[1] * state.element_size() for state in verified.states)
-            if (self._waiting_rows + fresh) * size > _WAITING_BYTES:
+            full = (self._waiting_rows + fresh) * size > _WAITING_BYTES
+            if full and self._resting:
+                # Much of it is of rows that are forgotten.
+                self._waiting_rows = self._compact()
+                full = (self._waiting_rows + fresh) * size > _WAITING_BYTES // 2
+            if full:
                 works += keeping
                 works.sort(key=lambda work: work.index)
-                now_working = {id(work.request) for work in works}
-                for request in self._requests:
-                    if id(request) not in now_working:
-                        request.compact()
+                self._compact({id(work.request) for work in works})
                 self._waiting_rows = 0
             else:
                 self._waiting_rows += fresh
@@ -187,14 +215,32 @@ class EagleDrafter(CachedDrafter):
                 self._requests.make_room(work.request, work.end)
         return [work for work in works if not work.request.lost]
 
+    def _compact(self, but: Collection[int] = ()) -> int:
+        """What waits is held by itself, of all requests but these. How many rows that is."""
+        others = [request for request in self._requests if id(request) not in but]
+        for request in others:
+            request.compact()
+        return sum(request.waiting for request in others)
+
+    def _skip(self, work: _Work) -> None:
+        """Of what the request has waiting, and of its new rows, only the last ones are kept."""
+        request, known = work.request, work.end
+        unread = max(work.count - _RECENT, 0)
+        work.first += unread
+        work.count -= unread
+        request.forget_older(_RECENT - work.count)
+        self._cache.restart(request.sequence, known - work.count - request.waiting)
+
     def _absorb(
         self,
         works: list[_Work],
         context: DraftContext,
         verified: VerifiedRows,
-        depth: int,
+        room: int,
     ) -> Ahead | None:
-        """The new rows' keys and values go into the pages; the last rows of those that draft go on."""
+        """The new rows' keys and values go into the pages; the last rows of those that draft go on.
+
+        room: entries that will be drafted after each."""
         spans = [Span(w.request.sequence, w.begin, w.end, w.drafts) for w in works]
         counts = np.array([span.end - span.begin for span in spans], np.int64)
         firsts = np.cumsum(counts) - counts
@@ -208,7 +254,7 @@ class EagleDrafter(CachedDrafter):
         tokens = self._moved(np.clip(following.astype(np.int64), 0, self._last_token))
         features = self._features(works, firsts, verified)
         state = self._layers.absorb(
-            spans, lambda part: self._net.enter(tokens[part], features[part]), depth
+            spans, lambda part: self._net.enter(tokens[part], features[part]), room
         )
         self._register(works, spans, firsts, context, features)
         return state
@@ -263,6 +309,50 @@ class EagleDrafter(CachedDrafter):
             last = features.index_select(0, self._moved(np.array(rows, np.int64)))
             self._cache.edges.index_copy_(0, self._moved(np.array(pages, np.int64)), last)
 
+    def _grown(
+        self,
+        tree: TreeLimits,
+        ahead: Ahead,
+        depth: int,
+        drafting: list[int],
+        context: DraftContext,
+    ) -> dict[int, DraftTree]:
+        """Trees by place in the batch: at each depth all nodes that get children go through the layers
+        together, each seeing those above it."""
+        budgets = context.budgets[drafting]
+        growth = Growth(
+            self._calibration.table(), len(drafting), tree.branching, self._targets, self._device
+        )
+        visible: torch.Tensor | None = None
+        while True:
+            logits, feature = self._net.leave(ahead.moved, ahead.residual)
+            beam = growth.add(logits)
+            if growth.depth == depth:
+                break
+            rows = growth.stay(self._tree_rule, budgets, context) if self.stops_early else None
+            tokens, above = beam.tokens, beam.above
+            feature = feature.view(len(above), -1, feature.shape[-1])
+            if rows is not None:
+                if not len(rows):
+                    break
+                tokens, above, feature = (
+                    part.index_select(0, rows) for part in (tokens, above, feature)
+                )
+                visible = None if visible is None else visible.index_select(0, rows)
+                self._layers.keep(ahead, rows)
+            visible = _seen(visible, above)
+            places = above[..., None].expand(-1, -1, feature.shape[-1])
+            entered = self._net.enter(tokens.flatten(), feature.gather(1, places).flatten(0, 1))
+            self._layers.advance(ahead, *entered, visible)
+        self.draft_steps = growth.depth
+        nodes = min(tree.nodes, int(budgets.max()))
+        return proposed_trees(
+            growth.trees(nodes), drafting, context, self._tree_rule, self._outcomes
+        )
+
+    def _targets(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        return draft_ids if self._token_map is None else self._token_map[draft_ids]
+
     def _steps(self, ahead: Ahead, depth: int) -> ChainSteps:
         for d in range(depth):
             logits, feature = self._net.leave(ahead.moved, ahead.residual)
@@ -275,6 +365,18 @@ class EagleDrafter(CachedDrafter):
                 token, feature = (part.index_select(0, keep) for part in (token, feature))
                 self._layers.keep(ahead, keep)
             self._layers.advance(ahead, *self._net.enter(token, feature))
+
+
+def _seen(visible: torch.Tensor | None, above: torch.Tensor) -> torch.Tensor:
+    """bool [B, W, T + W]: what nodes see of the drafted entries, they the last of them: themselves, and what
+    their parents see. visible: [B, V, T] of the depth before; above: [B, W], parents among its V nodes."""
+    batch, width = above.shape
+    own = torch.eye(width, dtype=torch.bool, device=above.device).expand(batch, width, width)
+    if visible is None:
+        return own
+    return torch.cat(
+        (visible.gather(1, above[..., None].expand(-1, -1, visible.shape[-1])), own), -1
+    )
 
 
 def _keep(works: Sequence[_Work], states: Sequence[torch.Tensor]) -> None:

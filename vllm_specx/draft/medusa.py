@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from vllm_specx.draft.best_first import fixed_tree, parallel_tree
+from vllm_specx.draft.best_first import fixed_tree
+from vllm_specx.draft.best_nodes import Trees, best_nodes, fixed_reach, parallel_candidates
 from vllm_specx.draft.chain_drafts import proposed
 from vllm_specx.draft.chain_rule import ChainRule
 from vllm_specx.draft.chains import Chains, ChainSteps, draw
 from vllm_specx.draft.checkpoints import CheckpointError, HeadWeights
 from vllm_specx.draft.dense import Dense
 from vllm_specx.draft.depth_calibration import DepthCalibration
+from vllm_specx.draft.growth import Growth
 from vllm_specx.draft.medusa_config import MedusaConfig
 from vllm_specx.draft.medusa_heads import ParallelHeads, SequentialHeads, sequential_from
-from vllm_specx.draft.outcomes import Guess, Outcomes, to_host
+from vllm_specx.draft.outcomes import Outcomes, to_host
 from vllm_specx.draft.proposer import DraftContext
 from vllm_specx.draft.tree import EMPTY_DRAFT, DraftTree, IntArray
-
-
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """A tree of one request. depths, probabilities: [n], of its nodes."""
-
-    tree: DraftTree
-    depths: IntArray
-    probabilities: npt.NDArray[np.float32]
+from vllm_specx.draft.tree_limits import Limits, TreeLimits
+from vllm_specx.draft.tree_rule import TreeRule, proposed_trees
 
 
 class MedusaDrafter:
@@ -40,6 +33,7 @@ class MedusaDrafter:
     lm_head: [V, hidden], all rows of the target's lm_head, in the target's dtype; rows of the draft
         vocabulary are copied once. Not needed if the checkpoint has its own.
     embeddings: [V, hidden], the target's input embeddings, which sequential heads need.
+    tree: how large the trees may be; None: chains.
     Everything runs in the dtype and on the device of lm_head. One transfer to the host a step.
 
     Raises CheckpointError if the heads need something that is not given.
@@ -56,8 +50,11 @@ class MedusaDrafter:
         lm_head: torch.Tensor | None,
         embeddings: torch.Tensor | None = None,
         device: torch.device | None = None,
+        tree: TreeLimits | None = None,
     ) -> None:
-        self._config = config
+        if tree is None and config.topology == "tree":
+            tree = Limits(config.nodes, config.top_k, heads.depth)
+        self._config, self._tree = config, tree
         reference = lm_head if lm_head is not None else heads.lm_heads
         if reference is None:
             raise CheckpointError(
@@ -85,6 +82,8 @@ class MedusaDrafter:
             self._parallel = ParallelHeads(heads.blocks.to(self._device, self._dtype), biases)
             self._parallel.pack()
         self.depth = heads.depth
+        if tree is not None and config.choices is None:
+            self.depth = min(heads.depth, tree.depth)
         self.draft_steps = 0
         self.missed: Collection[str] = ()
         self.acceptance = heads.acceptance
@@ -92,6 +91,12 @@ class MedusaDrafter:
         self._calibration = DepthCalibration(heads.depth, heads.acceptance)
         self._outcomes = Outcomes(self._calibration)
         self.rule = ChainRule(
+            self._calibration,
+            min_probability=config.min_probability,
+            token_cost=config.token_cost,
+            on_cpu=self._on_cpu,
+        )
+        self._tree_rule = TreeRule(
             self._calibration,
             min_probability=config.min_probability,
             token_cost=config.token_cost,
@@ -157,21 +162,19 @@ class MedusaDrafter:
         hidden = hidden.to(self._dtype)
         budgets = context.budgets[active]
         last = context.token_ids[context.rows[active], context.num_tokens[active] - 1]
-        if self._config.topology == "chain":
+        tree = self._tree
+        if tree is None:
             chains = self._chains(hidden, last, budgets, context)
             self.draft_steps = chains.steps
             made = proposed(chains, active.tolist(), context, self.rule, self._outcomes)
             return [made.get(i, EMPTY_DRAFT) for i in range(len(drafts))]
-        self.draft_steps = self.forwards(self.depth)
         if self._parallel is not None:
-            trees = self._parallel_trees(hidden, budgets)
+            trees = self._parallel_trees(hidden, tree)
+            self.draft_steps = 1
         else:
-            trees = self._sequential_trees(hidden, last, budgets)
-        for i, each in zip(active, trees, strict=True):
-            drafts[i] = each.tree
-            guess = Guess(each.tree, each.depths, each.probabilities, int(context.num_tokens[i]))
-            self._outcomes.expect(context.request_ids[i], guess)
-        return drafts
+            trees = self._sequential_trees(hidden, last, tree, context)
+        made = proposed_trees(trees, active.tolist(), context, self._tree_rule, self._outcomes)
+        return [made.get(i, EMPTY_DRAFT) for i in range(len(drafts))]
 
     def logits(self, hidden: torch.Tensor, heads: int | None = None) -> torch.Tensor:
         """Parallel heads: hidden [B, hidden] -> [heads, B, draft vocabulary]."""
@@ -217,92 +220,55 @@ class MedusaDrafter:
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._embeddings[tokens.to(self._embeddings.device)].to(self._device, self._dtype)
 
-    def _parallel_trees(self, hidden: torch.Tensor, budgets: IntArray) -> list[_Made]:
-        logits = self.logits(hidden)
-        width = min(self._width(), logits.shape[-1])
-        values, best = torch.softmax(logits, -1).topk(width, -1)
+    def _parallel_trees(self, hidden: torch.Tensor, tree: TreeLimits) -> Trees:
+        logits = self.logits(hidden, self.depth)
+        width = tree.branching if self._fixed is None else int(self._fixed[1].max()) + 1
+        values, best = torch.softmax(logits, -1).topk(min(width, logits.shape[-1]), -1)
         tokens, probabilities = to_host(
             self._targets(best).transpose(0, 1), values.transpose(0, 1)
         )  # [B, depth, width] each
-        acceptance = np.swapaxes(self._calibration.estimate(np.swapaxes(probabilities, 1, 2)), 1, 2)
-        made = []
-        for i, budget in enumerate(budgets):
-            if self._fixed is not None:
-                depths, ranks, parents = (part[:budget] for part in self._fixed)
-            else:
-                nodes = min(int(budget), self._config.nodes)
-                depths, ranks, parents = parallel_tree(acceptance[i], nodes, self._floor())
-            tree = DraftTree(tokens[i, depths, ranks], parents)
-            made.append(_Made(tree, depths, probabilities[i, depths, ranks]))
-        return made
-
-    def _width(self) -> int:
-        return self._config.top_k if self._fixed is None else int(self._fixed[1].max()) + 1
-
-    def _floor(self) -> float:
-        return self._config.min_probability or 0.0
+        acceptance = self._tree_rule.children(probabilities)
+        if self._fixed is None:
+            parents, ranks, depths, reach = parallel_candidates(acceptance, tree.nodes)
+        else:
+            depths, fixed_ranks, fixed_parents = self._fixed
+            reach = fixed_reach(acceptance, *self._fixed)
+            ranks, parents = (
+                np.broadcast_to(part, reach.shape) for part in (fixed_ranks, fixed_parents)
+            )
+        rows = np.arange(len(hidden))[:, None]
+        return best_nodes(
+            tokens[rows, depths, ranks],
+            parents,
+            depths,
+            probabilities[rows, depths, ranks],
+            reach,
+            tree.nodes,
+        )
 
     def _sequential_trees(
-        self, hidden: torch.Tensor, last: IntArray, budgets: IntArray
-    ) -> list[_Made]:
-        """Level by level: the top_k best nodes of a level get top_k children each (as EAGLE-2,
-        arXiv 2406.16858); the best nodes of all levels are the tree."""
+        self, state: torch.Tensor, last: IntArray, tree: TreeLimits, context: DraftContext
+    ) -> Trees:
+        """Grown as EAGLE-2's (arXiv 2406.16858)."""
         assert self._sequential is not None
-        batch, width = len(hidden), self._config.top_k
-        table = torch.from_numpy(self._calibration.table()).to(self._device, torch.float32)
-        token = torch.from_numpy(last.astype(np.int64)).to(self._device)[:, None]
-        state, reached = hidden[:, None], torch.ones(batch, 1, device=self._device)
-        beam = torch.full((batch, 1), -1, device=self._device)
-        levels: list[tuple[torch.Tensor, ...]] = []
-        for d in range(self.depth):
-            state = self._sequential(state, self._embed(token))
-            logits = self._logits(state)
-            values, best = torch.softmax(logits, -1).topk(min(width, logits.shape[-1]), -1)
-            estimate = reached[..., None] * table[d, _bins(values.float())]
-            parents = beam[..., None].expand_as(best)
-            levels.append(
-                tuple(
-                    x.flatten(1) for x in (self._targets(best), values.float(), estimate, parents)
-                )
-            )
-            reached, chosen = levels[-1][2].topk(min(width, levels[-1][2].shape[1]), -1)
-            before = sum(level[0].shape[1] for level in levels[:-1])
-            beam = before + chosen
-            token = levels[-1][0].gather(1, chosen)
-            above = chosen // best.shape[-1]
-            state = state.gather(1, above[..., None].expand(-1, -1, state.shape[-1]))
-        sizes = [level[0].shape[1] for level in levels]
-        joined = [torch.cat([level[j] for level in levels], 1).float() for j in range(4)]
-        packed = torch.stack(joined).cpu().numpy()
-        depths = np.repeat(np.arange(self.depth, dtype=np.int32), sizes)
-        return [
-            self._select(packed[:, i], depths, min(int(budget), self._config.nodes))
-            for i, budget in enumerate(budgets)
-        ]
-
-    def _select(self, packed: npt.NDArray[np.float32], depths: IntArray, nodes: int) -> _Made:
-        tokens, probabilities, estimate, parents = packed
-        # Ties fall to the shallower node, so parents are chosen with their children.
-        order = np.lexsort((np.arange(len(estimate)), -estimate))
-        place: dict[int, int] = {-1: -1}
-        kept: list[int] = []
-        for node in order:
-            if len(kept) == nodes or estimate[node] < self._floor():
-                break
-            if (parent := int(parents[node])) in place:
-                place[int(node)] = len(kept)
-                kept.append(int(node))
-                assert place[parent] < len(kept)
-        tree = DraftTree(
-            tokens[kept].astype(np.int32),
-            np.array([place[int(parents[node])] for node in kept], np.int32),
+        budgets = context.budgets[context.budgets > 0]
+        growth = Growth(
+            self._calibration.table(), len(state), tree.branching, self._targets, self._device
         )
-        return _Made(tree, depths[kept], probabilities[kept])
-
-
-def _bins(probabilities: torch.Tensor) -> torch.Tensor:
-    """depth_calibration.bin_of, on the device."""
-    from vllm_specx.draft.depth_calibration import BINS
-
-    scaled = (torch.logit(probabilities, 1e-6) + 4.0) * (BINS / 8.0)
-    return scaled.clamp(0, BINS - 1).long()
+        token = torch.from_numpy(last.astype(np.int64)).to(self._device, non_blocking=True)
+        state = state[:, None]
+        token = token[:, None]
+        while True:
+            state = self._sequential(state, self._embed(token))
+            beam = growth.add(self._logits(state.flatten(0, 1)))
+            if growth.depth == self.depth:
+                break
+            rows = growth.stay(self._tree_rule, budgets, context) if self.stops_early else None
+            token, above = beam.tokens, beam.above
+            if rows is not None:
+                if not len(rows):
+                    break
+                state, token, above = (part.index_select(0, rows) for part in (state, token, above))
+            state = state.gather(1, above[..., None].expand(-1, -1, state.shape[-1]))
+        self.draft_steps = growth.depth
+        return growth.trees(tree.nodes)

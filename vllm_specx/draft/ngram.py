@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_specx.config import NgramConfig, PoolConfig
-from vllm_specx.draft.calibration import initial_weights, kind_of
+from vllm_specx.draft.calibration import initial_weights, kind_of, tree_weights
 from vllm_specx.draft.ngram_arena import Arena
 from vllm_specx.draft.ngram_kernels import (
     ALIGNED_SOURCE,
@@ -42,6 +42,7 @@ from vllm_specx.draft.ngram_kernels import (
 from vllm_specx.draft.ngram_pool import Pool
 from vllm_specx.draft.proposer import DraftContext
 from vllm_specx.draft.tree import EMPTY_DRAFT, DraftTree
+from vllm_specx.draft.tree_limits import TreeLimits
 
 # Until the engine's own step times are known. Measured on CPUs: 0.03 to 0.1 of a step.
 TOKEN_COST_CPU = 0.06
@@ -62,18 +63,30 @@ class Prediction:
 
     tokens: int32 [B, max_draft]; reach: float64 [B, max_draft], the probability that all tokens up to
     there are accepted; lengths: int64 [B], how many of both are predicted, the rest means nothing.
+    parents: int32 [B, max_draft], of trees; None: chains.
     """
 
     tokens: IntArray
     reach: FloatArray
     lengths: LongArray
+    parents: IntArray | None = None
+
+    def draft(self, i: int, length: int) -> DraftTree:
+        """The first `length` tokens predicted for request i."""
+        if not length:
+            return EMPTY_DRAFT
+        if self.parents is None:
+            return DraftTree.chain(self.tokens[i, :length])
+        reach = self.reach[i, :length].astype(np.float32)
+        return DraftTree(self.tokens[i, :length], self.parents[i, :length], reach)
 
 
 class NgramLookahead:
     """The proposer `specx:ngram`. Not thread-safe; one per worker.
 
     max_batch: requests in a step at most. max_model_len: tokens of a request at most.
-    max_draft: tokens of a draft at most. Memory grows with the tokens of the live requests, and by
+    max_draft: tokens of a draft at most. tree: drafts are trees of at most so many nodes, as deep as there are
+    nodes, whatever tree.depth says; None: chains. Memory grows with the tokens of the live requests, and by
     at most `config.pool.max_tokens` tokens for what is shared, at some 50 bytes a token.
     """
 
@@ -82,13 +95,18 @@ class NgramLookahead:
     draft_steps: ClassVar[int] = 0
 
     def __init__(
-        self, config: NgramConfig, max_batch: int, max_model_len: int, max_draft: int
+        self,
+        config: NgramConfig,
+        max_batch: int,
+        max_model_len: int,
+        max_draft: int,
+        tree: TreeLimits | None = None,
     ) -> None:
-        self.config = config
-        self.max_draft = max(1, max_draft)
+        self.config, self.tree = config, tree
+        self.max_draft = max(1, max_draft if tree is None else min(max_draft, tree.nodes))
         self.max_model_len = max_model_len
         self.levels = match_levels(config.min_match, config.max_match)
-        self.weights = initial_weights()
+        self.weights = initial_weights() if tree is None else tree_weights()
         usual_cost = TOKEN_COST_GPU if torch.cuda.is_available() else TOKEN_COST_CPU
         self.token_cost = config.token_cost or usual_cost
         self._cost_given = config.token_cost is not None
@@ -99,6 +117,9 @@ class NgramLookahead:
         self._agreement = np.zeros(self._requests)
         self._shadow_tokens: IntArray = np.zeros((self._requests, self.max_draft), np.int32)
         self._shadow_features: IntArray = np.zeros((*self._shadow_tokens.shape, KINDS), np.int32)
+        self._shadow_parents: IntArray | None = None
+        if tree is not None:
+            self._shadow_parents = np.full(self._shadow_tokens.shape, -1, np.int32)
         self._last_seen: LongArray = np.full(self._requests, -1, np.int64)
         self._arena = Arena(len(self.levels))
         self._slots: dict[str, int] = {}
@@ -107,14 +128,11 @@ class NgramLookahead:
         self._arrays = self._gather()
 
     def propose(self, context: DraftContext) -> list[DraftTree]:
-        """One chain a request, in the order of `context.request_ids`; see Proposer."""
+        """One draft a request, in the order of `context.request_ids`; see Proposer."""
         found = self.predict(context)
         budgets = np.asarray(context.budgets, np.int64)
         lengths = self.lengths(found, budgets, self.costs(context))
-        return [
-            DraftTree.chain(found.tokens[i, :length]) if length else EMPTY_DRAFT
-            for i, length in enumerate(lengths.tolist())
-        ]
+        return [found.draft(i, length) for i, length in enumerate(lengths.tolist())]
 
     def lengths(self, found: Prediction, budgets: LongArray, costs: FloatArray) -> LongArray:
         """int64 [B]: how much of each prediction to draft, at most budgets [B]."""
@@ -137,8 +155,13 @@ class NgramLookahead:
             np.empty((size, self.max_draft), np.int32),
             np.empty((size, self.max_draft)),
             np.zeros(size, np.int64),
+            None if self.tree is None else np.empty((size, self.max_draft), np.int32),
         )
         if size == 0:
+            return found
+        floor = self._floor(size, self.costs(context))
+        if found.parents is not None:
+            self._step_tree(context, found, slots, rows, token_ids, num_tokens, num_sampled, floor)
             return found
         step(
             self._arrays,
@@ -151,7 +174,7 @@ class NgramLookahead:
             self.levels,
             self.config.max_match,
             context.vocab_size,
-            self._floor(size, self.costs(context)),
+            floor,
             self.weights,
             found.tokens,
             found.reach,
@@ -159,10 +182,48 @@ class NgramLookahead:
         )
         return found
 
+    def _step_tree(
+        self,
+        context: DraftContext,
+        found: Prediction,
+        slots: LongArray,
+        rows: IntArray,
+        token_ids: IntArray,
+        num_tokens: LongArray,
+        num_sampled: LongArray,
+        floor: float,
+    ) -> None:
+        # Not above: compiling takes seconds, and chains do not need it.
+        from vllm_specx.draft.ngram_tree_kernels import step_tree
+
+        assert self.tree is not None and self._shadow_parents is not None
+        assert found.parents is not None
+        step_tree(
+            self._arrays,
+            self.pool.arrays,
+            slots,
+            rows,
+            token_ids,
+            num_tokens,
+            num_sampled,
+            self.levels,
+            self.config.max_match,
+            context.vocab_size,
+            self.tree.branching,
+            floor,
+            self.weights,
+            len(self.weights) // 2,
+            self._shadow_parents,
+            found.tokens,
+            found.parents,
+            found.reach,
+            found.lengths,
+        )
+
     def warm_up(self) -> None:
         """Compile everything now, so that no request waits for it. State is left as it was."""
         small = self.config.model_copy(update={"pool": PoolConfig(max_tokens=1024)})
-        twin = NgramLookahead(small, 2, self.max_model_len, self.max_draft)
+        twin = NgramLookahead(small, 2, self.max_model_len, self.max_draft, self.tree)
         token_ids: IntArray = np.tile(np.arange(8, dtype=np.int32), (1, 64))
         for name in ("first", "second"):
             for length in (40, 41, 511):

@@ -574,6 +574,62 @@ def _predict(
 
 
 @compiled
+def take_in(r: Requests, slot: int, row: IntArray, n: int, levels: LongArray) -> int:
+    """Index the tokens of a request up to `n` that are new. Returns how many were known; 0: it is another
+    request's slot now, or its text has changed, and all of it was read anew."""
+    record = r.record[slot]
+    base = record[OFFSET]
+    seen = record[LENGTH]
+    same = seen <= n
+    if same:
+        for i in range(max(0, seen - 16), seen):
+            if r.tokens[base + i] != row[i]:
+                same = False
+                break
+    if not same:
+        _clear_own(r, base, record[CAPACITY], levels)
+        record[SHADOW] = 0
+        record[LEAD_SOURCE] = -1
+        record[ALIGNED_SOURCE] = -1
+        seen = 0
+    capacity = record[CAPACITY]
+    for i in range(seen, n):
+        r.tokens[base + i] = row[i]
+        _insert_own(r, base, capacity, i + 1, levels)
+    record[LENGTH] = n
+    return seen
+
+
+@compiled
+def all_candidates(
+    r: Requests,
+    s: Shared,
+    slot: int,
+    levels: LongArray,
+    max_match: int,
+    source: LongArray,
+    place: LongArray,
+    length: LongArray,
+) -> int:
+    """find_candidates(), and the place that the output followed before it departed. The arrays have room
+    for MAX_CANDIDATES + 1."""
+    record = r.record[slot]
+    count = find_candidates(r, s, slot, levels, max_match, True, source, place, length)
+    if record[ALIGNED_SOURCE] >= 0 and record[MISSES] > 0:
+        pooled = record[ALIGNED_SOURCE] == FROM_POOL
+        fresh = _source_token(r, s, slot, record[ALIGNED_SOURCE], record[ALIGNED]) != BARRIER
+        for i in range(count):
+            if place[i] == record[ALIGNED] and (source[i] == FROM_POOL) == pooled:
+                fresh = False
+        if fresh:
+            source[count] = ALIGNED_POOL if pooled else ALIGNED_OWN
+            place[count] = record[ALIGNED]
+            length[count] = record[AGREED]
+            count += 1
+    return count
+
+
+@compiled
 def step(
     r: Requests,
     s: Shared,
@@ -607,45 +663,14 @@ def step(
         slot = slots[b]
         if slot < 0:
             continue
-        record = r.record[slot]
-        row = token_ids[rows[b]]
         n = num_tokens[b]
-        base = record[OFFSET]
-        seen = record[LENGTH]
-        same = seen <= n
-        if same:
-            for i in range(max(0, seen - 16), seen):
-                if r.tokens[base + i] != row[i]:
-                    same = False
-                    break
-        if not same:
-            _clear_own(r, base, record[CAPACITY], levels)
-            record[SHADOW] = 0
-            record[LEAD_SOURCE] = -1
-            record[ALIGNED_SOURCE] = -1
-            seen = 0
-        capacity = record[CAPACITY]
-        for i in range(seen, n):
-            r.tokens[base + i] = row[i]
-            _insert_own(r, base, capacity, i + 1, levels)
-        record[LENGTH] = n
+        seen = take_in(r, slot, token_ids[rows[b]], n, levels)
         if seen > 0 and seen + num_sampled[b] == n:
             mismatch = _learn_from_step(r, s, slot, seen, weights)
             _follow_alignment(r, s, slot, seen, mismatch)
         elif seen != n:
-            record[ALIGNED_SOURCE] = -1
-        count = find_candidates(r, s, slot, levels, max_match, True, source, place, length)
-        if record[ALIGNED_SOURCE] >= 0 and record[MISSES] > 0:
-            pooled = record[ALIGNED_SOURCE] == FROM_POOL
-            fresh = _source_token(r, s, slot, record[ALIGNED_SOURCE], record[ALIGNED]) != BARRIER
-            for i in range(count):
-                if place[i] == record[ALIGNED] and (source[i] == FROM_POOL) == pooled:
-                    fresh = False
-            if fresh:
-                source[count] = ALIGNED_POOL if pooled else ALIGNED_OWN
-                place[count] = record[ALIGNED]
-                length[count] = record[AGREED]
-                count += 1
+            r.record[slot, ALIGNED_SOURCE] = -1
+        count = all_candidates(r, s, slot, levels, max_match, source, place, length)
         predicted[b] = _predict(
             r, s, slot, count, source, place, length, token, vote, depth, floor, vocab_size,
             weights, out[b], reach[b],

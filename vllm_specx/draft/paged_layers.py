@@ -113,14 +113,29 @@ class PagedLayers:
         )
         return Ahead(moved, residual, positions, window)
 
-    def advance(self, ahead: Ahead, x: torch.Tensor, residual: torch.Tensor) -> None:
-        """One drafted token a request goes through the layers: what the first one reads of it."""
+    def advance(
+        self,
+        ahead: Ahead,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        visible: torch.Tensor | None = None,
+    ) -> None:
+        """One drafted token a request goes through the layers: what the first one reads of it.
+
+        visible: of a tree, whose W nodes a request go through together, x and residual having W rows of
+            each (Window.attend_nodes).
+        """
         ahead.positions = ahead.positions + 1
-        rotation = self._rotary(ahead.positions)
+        positions = ahead.positions
+        if visible is not None:
+            positions = positions.repeat_interleave(visible.shape[1])
+        rotation = self._rotary(positions)
         moved = x
         for n, layer in enumerate(self._layers):
 
             def attend(q: torch.Tensor, kv: torch.Tensor, n: int = n) -> torch.Tensor:
+                if visible is not None:
+                    return ahead.window.attend_nodes(n, q, kv, visible)
                 return ahead.window.attend(n, q, kv)
 
             if n:
@@ -129,9 +144,9 @@ class PagedLayers:
         ahead.moved, ahead.residual = moved, residual
 
     def keep(self, ahead: Ahead, rows: torch.Tensor) -> None:
-        """Only these requests go on; rows int64 [n], ascending."""
-        ahead.moved = ahead.moved.index_select(0, rows)
-        ahead.residual = ahead.residual.index_select(0, rows)
+        """Only these requests go on; rows int64 [n], ascending. What the last token gave is left out."""
+        ahead.moved = ahead.moved[:0]
+        ahead.residual = ahead.residual[:0]
         ahead.positions = ahead.positions.index_select(0, rows)
         ahead.window.keep(rows)
 
