@@ -1,0 +1,132 @@
+"""How many nodes of each tree are verified, and how deep trees are drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from vllm_specx.draft.best_nodes import FloatArray, Trees
+from vllm_specx.draft.depth_calibration import DepthCalibration
+from vllm_specx.draft.lengths import goodput_lengths, step_times
+from vllm_specx.draft.outcomes import Guess, Outcomes
+from vllm_specx.draft.proposer import DraftContext
+from vllm_specx.draft.tree import DraftTree, IntArray
+
+
+class TreeRule:
+    """By the probability that a node is accepted, against the time of verifying one more.
+
+    calibration: of the draft's confidence. min_probability, token_cost: as configured (MedusaConfig,
+    EagleConfig); where neither is, and step times are known, by goodput over the batch.
+    """
+
+    def __init__(
+        self,
+        calibration: DepthCalibration,
+        *,
+        min_probability: float | None,
+        token_cost: float | None,
+        on_cpu: bool,
+    ) -> None:
+        self._calibration = calibration
+        self._min_probability = min_probability
+        self._token_cost = token_cost
+        self._default_cost = 0.05 if on_cpu else 0.01
+        self._by_goodput = min_probability is None and token_cost is None
+
+    def children(self, probabilities: npt.NDArray[np.floating]) -> FloatArray:
+        """probabilities [..., depth, k] of the best tokens of each depth, falling -> acceptance of each if all
+        above it is accepted, same shape, falling; all of one place together are at most 1."""
+        swapped = np.swapaxes(probabilities, -1, -2)
+        estimate = np.swapaxes(self._calibration.estimate(swapped), -1, -2)
+        return _sound(estimate)
+
+    def sizes(self, reach: FloatArray, budgets: IntArray, context: DraftContext) -> IntArray:
+        """reach [B, N], falling; budgets int [B] -> nodes to verify, int32 [B]."""
+        if self._min_probability is not None:
+            enough = (reach >= self._min_probability) & (reach > 0.0)
+            chosen = enough.sum(1)
+        elif context.costs is not None and self._by_goodput:
+            return goodput_lengths(reach, budgets, context.costs)
+        else:
+            cost = self._default_cost if self._token_cost is None else self._token_cost
+            gain = np.concatenate([np.ones((len(reach), 1)), 1.0 + np.cumsum(reach, 1)], 1)
+            chosen = (gain / (1.0 + cost * np.arange(gain.shape[1]))).argmax(1)
+        sizes: IntArray = np.minimum(chosen, budgets).astype(np.int32)
+        return sizes
+
+    def goes_on(
+        self,
+        candidates: FloatArray,
+        frontier: FloatArray,
+        ratio: FloatArray,
+        budgets: IntArray,
+        context: DraftContext,
+    ) -> npt.NDArray[np.bool_]:
+        """Which trees deserve one more depth, bool [B].
+
+        candidates: [B, M], reach of all nodes so far, in any order. frontier: [B, W], of those that would
+        get children; 0: none. ratio: [B], what the last depth had together over what was above it, which
+        the next one is taken to have, too.
+        """
+        best = frontier.max(1)
+        alive: npt.NDArray[np.bool_] = best > 0.0
+        if self._min_probability is not None:
+            alive &= best >= self._min_probability
+            return alive
+        if context.costs is None or not self._by_goodput:
+            return alive
+        ranked = -np.sort(-candidates, axis=1)
+        sizes = goodput_lengths(ranked, budgets, context.costs)
+        verified = int(sizes.sum())
+        size = len(candidates)
+        now, then = step_times(context.costs, [verified, verified + size])
+        gained = float(ranked[np.arange(ranked.shape[1]) < sizes[:, None]].sum())
+        price = (len(context.request_ids) + gained) / now
+        token = price * (then - now) / size
+        gain = np.maximum(frontier * ratio[:, None] - token, 0.0).sum(1)
+        alive &= gain > 0.0
+        if context.draft_cost is not None and gain[alive].sum() <= price * context.draft_cost:
+            alive[:] = False
+        return alive
+
+
+def _sound(estimate: FloatArray) -> FloatArray:
+    """Estimates of the children of one place, best first: none likelier than one before it, at most 1 together."""
+    falling = np.minimum.accumulate(estimate, axis=-1)
+    sound: FloatArray = falling / np.maximum(falling.sum(-1, keepdims=True), 1.0)
+    return sound
+
+
+def proposed_trees(
+    trees: Trees,
+    requests: Sequence[int],
+    context: DraftContext,
+    rule: TreeRule,
+    outcomes: Outcomes,
+) -> dict[int, DraftTree]:
+    """The drafts by place in the batch, and what is learned from what becomes of them. requests: the places
+    that the rows of trees are of."""
+    budgets = context.budgets[list(requests)]
+    sizes = rule.sizes(trees.reach, np.minimum(budgets, trees.made), context)
+    drafts: dict[int, DraftTree] = {}
+    for j, i in enumerate(requests):
+        made = int(trees.made[j])
+        whole = DraftTree(
+            trees.tokens[j, :made],
+            trees.parents[j, :made],
+            trees.reach[j, :made].astype(np.float32),
+        )
+        drafts[i] = whole.prefix(int(sizes[j]))
+        outcomes.expect(
+            context.request_ids[i],
+            Guess(
+                whole,
+                trees.depths[j, :made],
+                trees.probabilities[j, :made],
+                int(context.num_tokens[i]),
+            ),
+        )
+    return drafts
