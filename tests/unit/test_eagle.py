@@ -233,6 +233,56 @@ def test_many_waiting_features_go_through(monkeypatch: pytest.MonkeyPatch, bound
     assert drafts == [reference(draft, absent, 4), reference(draft, [*tokens, 1], 4)]
 
 
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("bound", ["_WAITING", "_WAITING_BYTES"])
+def test_while_hardly_anybody_drafts_little_is_read(
+    monkeypatch: pytest.MonkeyPatch, version: Version, bound: str
+) -> None:
+    """Then only the latest features stay, and drafting begins with them; once it goes on, all are read."""
+    from vllm_specx.draft import eagle
+
+    monkeypatch.setattr(eagle, "_WAITING", 20)
+    monkeypatch.setattr(eagle, "_RECENT", 12)
+    if bound == "_WAITING_BYTES":
+        monkeypatch.setattr(eagle, bound, 100 * 3 * 4 * synthetic.HIDDEN)
+    draft = synthetic.weights(version)
+    drafter = synthetic.drafter(draft)
+    tokens = text(9)
+    drafter.propose(synthetic.context([prefill("a", tokens, budget=0)], version))
+
+    def go_on(budget: int) -> list[list[int]]:
+        nonlocal tokens
+        tokens = [*tokens, len(tokens) % synthetic.VOCAB]
+        told = [Told("a", tokens, len(tokens) - 2, 1, budget=budget)]
+        return chains(drafter.propose(synthetic.context(told, version)))
+
+    while not drafter._resting:
+        go_on(0)
+    assert drafter.cache_use()["used"] > 0
+    for step in range(50):
+        go_on(0)
+        assert step < 20 or drafter.cache_use()["used"] == 0
+    waiting = drafter._requests._requests["a"].waiting + 1
+    assert 12 < waiting <= 20
+    (drafted,) = go_on(4)
+    assert drafted == reference(draft, tokens, 4, start=len(tokens) - 1 - waiting)
+
+    prompt = text(60, 4)
+    drafter.propose(synthetic.context([prefill("b", prompt, budget=0)], version))
+    prompt = [*prompt, 7]
+    step = Told("b", prompt, len(prompt) - 2, 1)
+    drafts = chains(drafter.propose(synthetic.context([step], version)))
+    assert drafts == [reference(draft, prompt, 4, start=len(prompt) - 2 - 12)]
+
+    for _ in range(10):
+        go_on(4)
+    drafter.propose(synthetic.context([prefill("c", prompt, budget=0)], version))
+    prompt = [*prompt, 8]
+    step = Told("c", prompt, len(prompt) - 2, 1)
+    drafts = chains(drafter.propose(synthetic.context([step], version)))
+    assert drafts == [reference(draft, prompt, 4)]
+
+
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("again", [0, 32, 37])
 def test_preempted_requests_start_again_lower(waits: bool, again: int) -> None:

@@ -1,7 +1,8 @@
 """What an EAGLE draft knows of each request: entries in pages, and features that wait.
 
 A request that drafts nothing must cost nearly nothing, so its states are copied as they come, and go
-through fc and the layer when it drafts again or when many are waiting: in one product, together.
+through fc and the layer when it drafts again or when many are waiting: in one product, together. While
+hardly any request drafts (draft.resting), many waiting are not read: all but the last are forgotten.
 fc is not run before that: it would make the copies a third, at the price of a product every step.
 """
 
@@ -55,6 +56,18 @@ class Request(Holder):
         """Nothing waits: it is in pages now, or of no use."""
         self.edge, self.waiting = None, 0
         self.kept = []
+
+    def forget_older(self, count: int) -> None:
+        """Only the last `count` of what waits is kept, and nothing of what was before it."""
+        self.edge = None
+        while self.waiting > count:
+            oldest = self.kept.pop(0)
+            self.waiting -= oldest.count
+            if self.waiting < count:
+                rest = count - self.waiting
+                last = oldest.first + oldest.count - rest
+                self.kept.insert(0, Piece(oldest.states, last, rest))
+                self.waiting = count
 
     def compact(self) -> None:
         """Own the waiting rows alone, not the step's tensors that they are part of."""
