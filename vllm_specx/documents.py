@@ -38,11 +38,13 @@ def first_there(name: str, folders: Sequence[Path]) -> Path | None:
 
 
 def load(path: Path, kind: str, model: type[ModelT], keys: Sequence[str] | None = None) -> ModelT:
-    """The file's content as a `model`.
+    """The file's content as a `model`: read(), then validated()."""
+    return validated(path, read(path, kind), kind, model, keys)
 
-    kind: what the file is, as in "is not a recipe". keys: those a misspelt key is compared with;
-    None: the model's own. Raises ConfigError: one sentence that names the file, the key and the fix.
-    """
+
+def read(path: Path, kind: str) -> dict[str, Any]:
+    """The file's mapping. kind: what the file is, as in "is not a recipe". Raises ConfigError: one
+    sentence that names the file, the key and the fix."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -60,7 +62,20 @@ def load(path: Path, kind: str, model: type[ModelT], keys: Sequence[str] | None 
     if said := strange(data):
         raise ConfigError(f"{path}: {said}")
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} is not a {kind}: it must be a mapping with the key 'name'.")
+        held = "empty" if data is None else "a list" if isinstance(data, list) else "a single value"
+        raise ConfigError(f"{path} is not a {kind}: it is {held}, but must be a mapping of keys.")
+    return data
+
+
+def validated(
+    path: Path,
+    data: dict[str, Any],
+    kind: str,
+    model: type[ModelT],
+    keys: Sequence[str] | None = None,
+) -> ModelT:
+    """The mapping as a `model`. path: whose it is, for messages. keys: those a misspelt key is compared
+    with; None: the model's own. Raises ConfigError as read() does."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -111,7 +126,10 @@ def _sentence(error: ValidationError, kind: str, keys: Sequence[str]) -> str:
         return f"unknown key '{key}'; {nearest(str(first['loc'][-1]), list(keys))}"
     if first["type"] == "missing":
         return f"the key '{key}' is missing."
-    message = first["msg"].removeprefix("Value error, ").rstrip(".")
+    message = first["msg"].removeprefix("Value error, ")
+    if not first["loc"] and message.startswith("'"):
+        return message if message.endswith("?") else f"{message.rstrip('.')}."
+    message = message.rstrip(".")
     shown: Any = first["input"]
     if isinstance(shown, dict | list | BaseModel):
         return f"{key}: {message}."

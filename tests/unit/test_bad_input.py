@@ -45,9 +45,9 @@ def recipe(folder: Path, *lines: str) -> str:
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text("{}")
     path = folder / "r.yaml"
-    head = ["name: r", f"model: {model}"]
-    if not any(line.startswith("speculative") for line in lines):
-        head.append("speculative: null")
+    head = [f"model: {model}"]
+    if not any(line.startswith("speculation") for line in lines):
+        head.append("speculation: null")
     path.write_text("\n".join([*head, *lines]) + "\n")
     return str(path)
 
@@ -56,41 +56,41 @@ def recipe(folder: Path, *lines: str) -> str:
     ("line", "said"),
     [
         ("description: 2024-99-99", "not valid YAML"),
-        (f"vllm: {{a: {'1' * 6000}}}", "digits"),
-        (f"vllm: {{a: 0x{'f' * 6000}}}", "hexadecimal digits"),
+        (f"serve: {{a: {'1' * 6000}}}", "digits"),
+        (f"serve: {{a: 0x{'f' * 6000}}}", "hexadecimal digits"),
         (f"description: {'[' * 1500}", "not valid YAML"),
-        (f"vllm: {{a: {'[' * 60}{']' * 60}}}", "levels"),
-        ("vllm: {x: {a: 2024-01-01}}", "as a date"),
-        ("vllm: {x: [2024-01-01]}", "as a date"),
-        ("vllm: {x: !!binary aGk=}", "as a bytes"),
-        ("vllm: {x: !!set {a, b}}", "as a set"),
-        ("vllm: {2024-01-01: 3}", "is not text"),
-        ("vllm: {true: 3}", "is not text"),
-        ("vllm: {x: &a [*a]}", "levels"),
-        ("speculative: &a {method: ngram, b: *a}", "levels"),
-        ("vllm: {a: .inf}", "finite"),
+        (f"serve: {{a: {'[' * 60}{']' * 60}}}", "levels"),
+        ("serve: {x: {a: 2024-01-01}}", "as a date"),
+        ("serve: {x: [2024-01-01]}", "as a date"),
+        ("serve: {x: !!binary aGk=}", "as a bytes"),
+        ("serve: {x: !!set {a, b}}", "as a set"),
+        ("serve: {2024-01-01: 3}", "is not text"),
+        ("serve: {true: 3}", "is not text"),
+        ("serve: {x: &a [*a]}", "levels"),
+        ("speculation: &a {method: ngram, b: *a}", "levels"),
+        ("serve: {a: .inf}", "finite"),
         ('env: {A: "a\\0b"}', "character"),
-        ('vllm: {a: "\\ud800"}', "character"),
-        ("vllm: {'a b': 1}", "no flag"),
-        ("vllm: {'': 1}", "no flag"),
-        ("vllm: {port: [1, 2]}", "one value"),
-        ("vllm: {host: {a: 1}}", "one value"),
-        ("vllm: {port: true}", "one value"),
-        ("speculative: {method: ngram, specx: {k: 1}}", "unknown key 'k'"),
-        ("speculative: {method: ngram, specx: 3}", "mapping"),
-        ("speculative: {method: 'specx:ngram', min_match: 40, max_match: 10}", "above max_match"),
-        ("speculative: {method: 'specx:ngram', min-match: 2, min_match: 3}", "given twice"),
-        ("speculative: {method: 'specx:ngram', proposer: medusa}", "'proposer' is not needed"),
-        ("speculative: {method: 'specx:medusa', model: a, heads: b}", "given twice"),
-        ("speculative: {method: 'specx:medusa'}", "'model'"),
-        ("speculative: {method: 'specx:medusa', model: ./a}", "no heads './a'"),
-        ("speculative: {method: 'specx:medusa', model: ~nobody/a}", "no heads '~nobody/a'"),
-        ("speculative: {method: 'specx:eagle3'}", "'model'"),
-        ("speculative: {method: 'specx:eagle', model: a, heads: b}", "given twice"),
-        ("speculative: {method: 'specx:eagle3', model: ./a}", "no heads './a'"),
-        ("speculative: {method: 'specx:eagle', heads: a/b, aux_layers: 3}", "'aux_layers' in specx is 3"),
-        ("speculative: {method: 'specx:eagle', heads: a/b, aux_layers: [9, 2]}", "ascending"),
-        ("speculative: {method: 'specx:ngram', pool: 'of'}", "pool must be"),
+        ('serve: {a: "\\ud800"}', "character"),
+        ("serve: {'a b': 1}", "no flag"),
+        ("serve: {'': 1}", "no flag"),
+        ("serve: {port: [1, 2]}", "'serve.port' is [1, 2]; it must be a whole number"),
+        ("serve: {host: {a: 1}}", "one value"),
+        ("serve: {port: true}", "'serve.port' is True; it must be a whole number"),
+        ("speculation: {method: ngram, specx: {k: 1}}", "unknown key 'k'"),
+        ("speculation: {method: ngram, specx: 3}", "mapping"),
+        ("speculation: {method: 'specx:ngram', min_match: 40, max_match: 10}", "above max_match"),
+        ("speculation: {method: 'specx:ngram', min-match: 2, min_match: 3}", "given twice"),
+        ("speculation: {method: 'specx:ngram', proposer: medusa}", "'proposer' is not needed"),
+        ("speculation: {method: 'specx:medusa', model: a, heads: b}", "given twice"),
+        ("speculation: {method: 'specx:medusa'}", "'model'"),
+        ("speculation: {method: 'specx:medusa', model: ./a}", "no draft './a'"),
+        ("speculation: {method: 'specx:medusa', model: ~nobody/a}", "no draft '~nobody/a'"),
+        ("speculation: {method: 'specx:eagle3'}", "'model'"),
+        ("speculation: {method: 'specx:eagle', model: a, heads: b}", "given twice"),
+        ("speculation: {method: 'specx:eagle3', model: ./a}", "no draft './a'"),
+        ("speculation: {method: 'specx:eagle', heads: a/b, aux_layers: 3}", "'aux_layers' in specx is 3"),
+        ("speculation: {method: 'specx:eagle', heads: a/b, aux_layers: [9, 2]}", "ascending"),
+        ("speculation: {method: 'specx:ngram', pool: 'of'}", "pool must be"),
     ],
 )  # fmt: skip
 def test_recipes(refused: Refused, tmp_path: Path, line: str, said: str) -> None:
@@ -100,7 +100,7 @@ def test_recipes(refused: Refused, tmp_path: Path, line: str, said: str) -> None
 def test_an_alias_bomb_ends_soon(refused: Refused, tmp_path: Path) -> None:
     bomb = ["a: &a0 [x, x]", *(f"b{i}: &a{i} [*a{i - 1}, *a{i - 1}]" for i in range(1, 40))]
     lines = "\n".join(f"  {line}" for line in bomb)
-    assert "100000 values" in refused("serve", recipe(tmp_path, "vllm:\n" + lines), "--dry-run")
+    assert "100000 values" in refused("serve", recipe(tmp_path, "serve:\n" + lines), "--dry-run")
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "a" * 5000, "~nouser/x.yaml", "a\nb", "."])
@@ -141,7 +141,7 @@ def test_what_no_process_can_be_given(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_specx.cli.network.check_free", lambda host, port: None)
-    assert main(["serve", recipe(tmp_path, f"vllm: {{a: {'x' * 200_000}}}")]) == 2
+    assert main(["serve", recipe(tmp_path, f"serve: {{revision: {'x' * 200_000}}}")]) == 2
     assert "cannot be started" in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -153,7 +153,7 @@ def test_a_stock_method_beside_specx_is_no_bad_input(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = (
-        "speculative: {method: ngram, num_speculative_tokens: 8, prompt_lookup_max: 4, specx: {}}"
+        "speculation: {method: ngram, num_speculative_tokens: 8, prompt_lookup_max: 4, specx: {}}"
     )
     assert main(["serve", recipe(tmp_path, line), "--dry-run"]) == 0
     assert '"specx": {}' in capsys.readouterr().out

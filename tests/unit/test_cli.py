@@ -27,10 +27,11 @@ def model(tmp_path: Path) -> str:
 def recipe(tmp_path: Path, model: str) -> Path:
     path = tmp_path / "r.yaml"
     path.write_text(
-        f"name: r\nmodel: {model}\nserved_model_name: served\n"
-        f"speculative: {json.dumps(SPECULATIVE)}\n"
-        "vllm:\n  max-model-len: 512\n  enforce-eager: true\n  enable-prefix-caching: false\n"
-        "  additional-config: {specx: {min_match: 3}}\n  allowed-origins: [a, b]\n  seed: null\n"
+        f"model: {model}\nspeculation: {json.dumps(SPECULATIVE)}\n"
+        "serve:\n  served-model-name: served\n  max-model-len: 512\n  enforce-eager: true\n"
+        "  enable-prefix-caching: false\n  additional-config: {specx: {min_match: 3}}\n"
+        "  allowed-media-domains: [a, b]\n  seed: null\n"
+        "gpus: {2: {tensor-parallel-size: 2}}\n"
         "env: {VLLM_LOGGING_LEVEL: ERROR}\n"
     )
     return path
@@ -55,7 +56,7 @@ def test_a_recipe_becomes_one_vllm_serve_command(recipe: Path, model: str) -> No
     assert json.loads(value("additional-config", argv) or "") == {"specx": {"min_match": 3}}
     assert "--enforce-eager" in argv
     assert "--no-enable-prefix-caching" in argv
-    origins = argv.index("--allowed-origins")
+    origins = argv.index("--allowed-media-domains")
     assert argv[origins + 1 : origins + 3] == ["a", "b"]
     assert "--seed" not in argv
 

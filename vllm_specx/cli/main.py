@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from vllm_specx.cli import recipes as listing
 from vllm_specx.cli import serve as serving
 from vllm_specx.cli import simulate as simulating
 from vllm_specx.cli import train
@@ -25,6 +26,7 @@ app = typer.Typer(
 
 app.add_typer(train.app, name="train")
 app.command()(simulating.simulate)
+app.command("recipes")(listing.show)
 
 
 @app.callback()
@@ -41,9 +43,12 @@ def serve(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the vllm serve command and stop.")
     ] = False,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", min=1, help="Take the recipe's flags for so many GPUs.")
+    ] = None,
 ) -> None:
     """Serve a recipe: become `vllm serve` with the recipe's flags."""
-    command = serving.prepare(recipe, flags or [], os.environ, starting=not dry_run)
+    command = serving.prepare(recipe, flags or [], os.environ, starting=not dry_run, gpus=gpus)
     for note in command.notes:
         print(f"vllm-specx: {note}", file=sys.stderr, flush=True)
     if dry_run:

