@@ -28,12 +28,14 @@ class Choice:
         depth: int,
         varying: bool,
         least_draft_steps: int,
+        most_draft_steps: int | None = None,
     ) -> None:
         """depth: the largest K; the others: see Controller."""
         self.acceptance = acceptance
         self.cost = cost
         self.varying = varying
         self.least_draft_steps = least_draft_steps
+        self.most_draft_steps = depth if most_draft_steps is None else most_draft_steps
         self._depths = np.arange(1, depth + 1)
 
     def expect(self, slots: IntArray, choices: IntArray) -> tuple[FloatArray, FloatArray]:
@@ -48,7 +50,7 @@ class Choice:
             totals = size + choices.sum(-1)
         most = choices.max(-1)
         uneven = False if self.varying else choices.min(-1) < most
-        steps = np.maximum(most, self.least_draft_steps)
+        steps = np.clip(most, self.least_draft_steps, self.most_draft_steps)
         return tokens, self.cost.times(size, totals, steps, uneven)
 
     def goodputs(self, slots: IntArray, choices: IntArray) -> FloatArray:
@@ -125,6 +127,7 @@ class Choice:
         got = size + np.where(inside, gains, 0.0).cumsum(axis=1)
         used = size + np.where(inside, costs, 0.0).cumsum(axis=1)
         steps = np.maximum(caps, (order[:forced] % deepest + 1).max(initial=0))
+        steps = np.minimum(steps, self.most_draft_steps)
         goodput = got / self.cost.times(size, used, steps, size > 1 and not self.varying)
         if forced:
             goodput[:, : forced - 1] = -1.0
@@ -150,7 +153,7 @@ class Choice:
         tokens = 1.0 + expected[slots, PROGRESS if self.varying else ACCEPT, both]
         spent = expected[slots, OFFER, both] if self.varying else both
         total, used = tokens[0].sum(), size + spent[0].sum()
-        steps = max(int(old.max()), self.least_draft_steps)
+        steps = min(max(int(old.max()), self.least_draft_steps), self.most_draft_steps)
         after = used + spent[1] - spent[0]
         uneven = not self.varying
         now = total / self.cost.time(size, used, steps, uneven and used > size)

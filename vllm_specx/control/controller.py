@@ -58,11 +58,13 @@ class Controller:
         prior: CostPrior | None = None,
         varying: bool = True,
         least_draft_steps: int = 0,
+        most_draft_steps: int | None = None,
     ) -> None:
         """max_k: num_speculative_tokens.
 
         varying: the proposer may draft fewer tokens than it is allowed (n-gram, suffix).
         least_draft_steps: draft steps that run whatever K is, 0 included.
+        most_draft_steps: that run at most; what is drafted beyond takes none. None: one a token.
         """
         self.config = config
         self.max_k = max_k if config.k_max is None else min(max_k, config.k_max)
@@ -77,7 +79,9 @@ class Controller:
         self.steps = 0
         self.changes = 0
         """Steps in which the K of a request changed by choice while the batch stayed the same."""
-        self._choice = Choice(self.acceptance, self.cost, depth, varying, least_draft_steps)
+        self._choice = Choice(
+            self.acceptance, self.cost, depth, varying, least_draft_steps, most_draft_steps
+        )
         self._probing = Probing(
             config.probe_share, self._choice, self.k_min, self.max_k, self.uniform_only
         )

@@ -223,6 +223,26 @@ HOOKS: tuple[Hook, ...] = (
     Hook(f"{_V2}.input_batch", "InputBatch.logits_indices", "the last accepted row on V2"),
     Hook(f"{_V2}.input_batch", "InputBatch.cu_num_logits", "the last accepted row on V2"),
     Hook(f"{_V2}.states", "RequestState", "tokens of a request on V2", ("max_num_reqs",)),
+    Hook(
+        f"{_V2}.model_runner",
+        "GPUModelRunner.add_requests",
+        "requests that come on V2",
+        ("scheduler_output",),
+    ),
+    Hook(
+        f"{_V2}.model_runner",
+        "GPUModelRunner.finish_requests",
+        "what is shared when a request has ended on V2",
+        ("scheduler_output",),
+    ),
+    Hook(
+        f"{_V2}.spec_decode.eagle.speculator", "EagleSpeculator", "EAGLE-3 beside n-grams on V2"
+    ),
+    Hook(
+        "vllm.config",
+        "SpeculativeConfig.num_speculative_tokens_per_batch_size",
+        "full CUDA graphs for each K",
+    ),
     Hook("vllm.v1.executor.abstract", "Executor.supports_async_scheduling", "V2's scheduling"),
     Hook(
         "vllm.triton_utils.dispatcher",

@@ -12,7 +12,7 @@ from vllm_specx import config
 from vllm_specx.draft.proposer import Proposer
 from vllm_specx.engine import seams
 from vllm_specx.engine.guard import Guard
-from vllm_specx.engine.translate import SELECTED
+from vllm_specx.engine.translate import settings_of
 
 if TYPE_CHECKING:
     from vllm_specx.draft.ngram import NgramLookahead
@@ -90,9 +90,7 @@ class EngineProposer(ABC):
 
     def specx_config(self) -> config.SpecxConfig:
         """The validated `additional_config["specx"]`."""
-        additional = self.vllm_config.additional_config
-        raw = additional.get(SELECTED, {}) if isinstance(additional, dict) else {}
-        return config.parse(raw)
+        return settings_of(self.vllm_config)
 
 
 class NgramProposer(EngineProposer):

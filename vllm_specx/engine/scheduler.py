@@ -16,6 +16,7 @@ from vllm_specx.engine.plan import DRAFT_STEPS
 from vllm_specx.engine.pools import stamp_salt
 from vllm_specx.engine.steering import VARYING, Steering, weight_bytes
 from vllm_specx.engine.translate import SELECTED
+from vllm_specx.engine.v2.captured import rungs
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -56,7 +57,13 @@ class _Steered:
             method=method,
             self_paced=paces_itself,
             rests=paces_itself and not looks_up and config.drafts_by_goodput(settings),
-            idle_forwards=0 if self.on_device else None,
+            idle_forwards=0 if self.on_device and method == "custom_class" else None,
+            most_forwards=settings.depth
+            if self.on_device and isinstance(settings, config.AutoConfig)
+            else None,
+            rungs=rungs(settings.controller, vllm.num_speculative_tokens)
+            if vllm.speculative_config.num_speculative_tokens_per_batch_size
+            else (),
             max_k=vllm.num_speculative_tokens,
             max_requests=vllm.scheduler_config.max_num_seqs,
             asynchronous=bool(vllm.scheduler_config.async_scheduling),
@@ -67,8 +74,8 @@ class _Steered:
             ),
         )
         # With a table of its own vLLM does not pad a request's first step with drafts that are
-        # known to be wrong. Its values are never used: K is set below.
-        if self.dynamic_sd_lookup is None and not on_gpu:  # type: ignore[has-type]
+        # known to be wrong. Its values are never used, unless choosing fails: K is set below.
+        if self.dynamic_sd_lookup is not None or not on_gpu:  # type: ignore[has-type]
             self.dynamic_sd_lookup = [vllm.num_speculative_tokens] * (
                 vllm.scheduler_config.max_num_seqs + 1
             )

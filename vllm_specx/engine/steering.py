@@ -25,6 +25,7 @@ from vllm_specx.control.cost import CostPrior
 from vllm_specx.control.policy import Rule, rule_for
 from vllm_specx.control.settings import ControllerConfig
 from vllm_specx.engine.plan import PLAN, DraftPlan
+from vllm_specx.engine.v2.captured import nearest
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -77,6 +78,8 @@ class Steering:
         self_paced: bool,
         rests: bool = False,
         idle_forwards: int | None = None,
+        most_forwards: int | None = None,
+        rungs: Sequence[int] = (),
         max_k: int,
         max_requests: int,
         asynchronous: bool,
@@ -84,7 +87,8 @@ class Steering:
     ) -> None:
         """method: vLLM's name; self_paced: the proposer chooses lengths by the costs it is told; rests:
         by what its forwards cost, too, so that steps without any have to be measured; idle_forwards:
-        draft steps at K=0, by default what the method is known to run."""
+        draft steps at K=0, by default what the method is known to run; most_forwards: see
+        Controller.most_draft_steps; rungs: one K for all is one of these, if any."""
         self.method = method
         self.self_paced = self_paced
         self.max_k = max_k
@@ -100,6 +104,7 @@ class Steering:
             prior=prior,
             varying=self_paced or method in VARYING,
             least_draft_steps=idle_forwards,
+            most_draft_steps=most_forwards,
         )
         self._steps: dict[int, _Step] = {}
         self._drafts: dict[str, _Drafts] = {}
@@ -109,6 +114,9 @@ class Steering:
         self._costs_for = (-1, -1)
         self._settings = settings
         self._limits: dict[str, int] = {}
+        self._rungs = rungs
+        self._fixed: set[str] = set()
+        self._most_forwards = max_k if most_forwards is None else most_forwards
         self._gone: list[str] = []
         self._untold: tuple[_Step, Callable[[], None]] | None = None
         self._may_rest = (
@@ -131,6 +139,8 @@ class Steering:
             rule = replace(rule, fixed_k=self.max_k)
         self.controller.add(request.request_id, rule)
         self._limits[request.request_id] = self._limit(rule)
+        if rule.fixed_k is not None:
+            self._fixed.add(request.request_id)
 
     def _limit(self, rule: Rule) -> int:
         settings = self._settings
@@ -148,6 +158,7 @@ class Steering:
             self.controller.remove(request_id)
             self._drafts.pop(request_id, None)
             self._limits.pop(request_id, None)
+            self._fixed.discard(request_id)
         self._gone.clear()
 
     # A step
@@ -189,8 +200,12 @@ class Steering:
             return 0
         decision = self.controller.decide(request_ids)
         self._chosen = dict(zip(request_ids, decision.k.tolist(), strict=True))
-        output.num_spec_tokens_to_schedule = decision.uniform_k
-        return max(decision.uniform_k, self.controller.least_draft_steps)
+        steps = decision.uniform_k
+        if self._rungs and decision.uniform and self._fixed.isdisjoint(request_ids):
+            steps = nearest(self._rungs, steps)
+            self._chosen = dict.fromkeys(request_ids, steps)
+        output.num_spec_tokens_to_schedule = steps
+        return min(max(steps, self.controller.least_draft_steps), self._most_forwards)
 
     def _rests(self, batch: int) -> bool:
         """Whether nothing is drafted now, to learn what a step without drafts takes: if every step of

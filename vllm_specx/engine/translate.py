@@ -31,6 +31,12 @@ MAX_SPECULATIVE_TOKENS = 128
 """vllm/v1/sample/rejection_sampler.py: MAX_SPEC_LEN."""
 
 
+def settings_of(vllm_config: Any) -> config.SpecxConfig:
+    """The validated `additional_config["specx"]` of a VllmConfig."""
+    additional = vllm_config.additional_config
+    return config.parse(additional.get(SELECTED, {}) if isinstance(additional, dict) else {})
+
+
 def translate(
     speculative: Mapping[str, Any] | None,
     additional: Mapping[str, Any] | None,
