@@ -68,7 +68,7 @@ def parallel_candidates(
     """Candidates among which are the `nodes` most probable ones, where the tokens of a depth do not depend on
     the path (Medusa, arXiv 2401.10774).
 
-    acceptance: [B, depth, k], of each depth's tokens, falling with k. Returns parents and ranks int32
+    acceptance: [B, depth, k], of each depth's tokens. Returns parents and ranks int32
     [B, M], depths int32 [M], reach [B, M]. Of each depth only the `nodes` best have children: each has at
     least itself before its child.
     """

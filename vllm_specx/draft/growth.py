@@ -63,7 +63,7 @@ class Growth:
         values = torch.exp(values - logits.float().logsumexp(-1, keepdim=True)).view(
             batch, -1, width
         )
-        estimate = self._table[self.depth].take(_bins(values)).cummin(-1).values
+        estimate = self._table[self.depth].take(_bins(values))
         estimate = estimate / estimate.sum(-1, keepdim=True).clamp_min(1.0)
         reach = (self._reached[..., None] * estimate).flatten(1)
         tokens = self._targets(best).view(batch, -1)

@@ -37,11 +37,12 @@ class TreeRule:
         self._by_goodput = min_probability is None and token_cost is None
 
     def children(self, probabilities: npt.NDArray[np.floating]) -> FloatArray:
-        """probabilities [..., depth, k] of the best tokens of each depth, falling -> acceptance of each if all
-        above it is accepted, same shape, falling; all of one place together are at most 1."""
+        """probabilities [..., depth, k] of the best tokens of each depth -> acceptance of each if all above it is
+        accepted, same shape; all of one place together are at most 1."""
         swapped = np.swapaxes(probabilities, -1, -2)
         estimate = np.swapaxes(self._calibration.estimate(swapped), -1, -2)
-        return _sound(estimate)
+        children: FloatArray = estimate / np.maximum(estimate.sum(-1, keepdims=True), 1.0)
+        return children
 
     def sizes(self, reach: FloatArray, budgets: IntArray, context: DraftContext) -> IntArray:
         """reach [B, N], falling; budgets int [B] -> nodes to verify, int32 [B]."""
@@ -91,13 +92,6 @@ class TreeRule:
         if context.draft_cost is not None and gain[alive].sum() <= price * context.draft_cost:
             alive[:] = False
         return alive
-
-
-def _sound(estimate: FloatArray) -> FloatArray:
-    """Estimates of the children of one place, best first: none likelier than one before it, at most 1 together."""
-    falling = np.minimum.accumulate(estimate, axis=-1)
-    sound: FloatArray = falling / np.maximum(falling.sum(-1, keepdims=True), 1.0)
-    return sound
 
 
 def proposed_trees(
