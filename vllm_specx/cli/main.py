@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from vllm_specx.cli import plan as planning
 from vllm_specx.cli import recipes as listing
 from vllm_specx.cli import serve as serving
 from vllm_specx.cli import simulate as simulating
@@ -26,6 +27,7 @@ app = typer.Typer(
 
 app.add_typer(train.app, name="train")
 app.command()(simulating.simulate)
+app.command()(planning.plan)
 app.command("recipes")(listing.show)
 
 
