@@ -32,12 +32,20 @@ class ChainRule:
         self._token_cost = token_cost
         self._default_cost = 0.05 if on_cpu else 0.01
 
+    def estimate(self, probabilities: Probabilities) -> npt.NDArray[np.float64]:
+        """probabilities [B, depth] -> acceptance of each token given those before it."""
+        return self._calibration.estimate(probabilities)
+
+    def usual(self) -> npt.NDArray[np.float64]:
+        """float64 [depth]: acceptance at each depth, whatever its probability."""
+        return self._calibration.usual()
+
     def lengths(
         self, probabilities: Probabilities, budgets: IntArray, context: DraftContext
     ) -> IntArray:
         """probabilities [B, depth], budgets int [B] -> how much of each chain is proposed, int32 [B]."""
         return chain_lengths(
-            self._calibration.estimate(probabilities),
+            self.estimate(probabilities),
             budgets,
             context.costs,
             min_probability=self._min_probability,
@@ -47,13 +55,13 @@ class ChainRule:
 
     def goes_on(self, budgets: IntArray, context: DraftContext) -> GoesOn:
         """For chains.draw()."""
-        usual = self._calibration.usual()
+        usual = self.usual()
         by_goodput = self._min_probability is None and self._token_cost is None
         draft_cost = context.draft_cost if by_goodput else None
 
         def more(probabilities: Probabilities, made: IntArray) -> npt.NDArray[np.bool_]:
             return goes_on(
-                self._calibration.estimate(probabilities),
+                self.estimate(probabilities),
                 made,
                 self.lengths(probabilities, np.minimum(budgets, made), context),
                 budgets,

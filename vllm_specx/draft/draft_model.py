@@ -1,4 +1,5 @@
-"""A small language model as a proposer (arXiv 2211.17192, 2302.01318): chains by argmax.
+"""A small language model as a proposer (arXiv 2211.17192, 2302.01318): chains of its likeliest tokens, or,
+where requests sample and config.probabilistic says so, chains that it draws.
 
 It reads what the request says with its own cache. Only committed tokens are written there, so there is
 nothing to take back when a draft is rejected; an accepted token is read again, with the one after it.
@@ -13,15 +14,18 @@ import numpy as np
 import torch
 
 from vllm_specx.draft.cached_drafter import DEPTH, CachedDrafter
-from vllm_specx.draft.chains import ChainSteps
+from vllm_specx.draft.chains import ChainSteps, draw
 from vllm_specx.draft.draft_model_checkpoint import DraftModelWeights
 from vllm_specx.draft.draft_model_config import DraftModelConfig
 from vllm_specx.draft.draft_model_net import DraftModelNet
+from vllm_specx.draft.outcomes import Outcomes
 from vllm_specx.draft.page_holders import Holder, Holders
 from vllm_specx.draft.paged_cache import PAGE, PagedCache, Sequence
 from vllm_specx.draft.paged_layers import Ahead, PagedLayers, Span
 from vllm_specx.draft.proposer import DraftContext
-from vllm_specx.draft.tree import DraftTree, IntArray
+from vllm_specx.draft.sampled_drafts import SampledRule, proposed
+from vllm_specx.draft.sampling import Draws, SamplingRows, Source
+from vllm_specx.draft.tree import EMPTY_DRAFT, DraftTree, IntArray
 from vllm_specx.draft.vocabularies import Draftable
 
 _NEAR = DEPTH + 1
@@ -49,7 +53,9 @@ class DraftModelDrafter(CachedDrafter):
     weights: in the dtype that it runs in (draft_model_checkpoint.load_draft_model). draftable: the ids
         that mean the same to the target (vocabularies.draftable).
     max_batch, max_model_len: the engine's. cache_tokens: entries that the draft's K/V cache holds;
-        config.cache_tokens goes before it.
+        config.cache_tokens goes before it. seed: of the drafts that are drawn.
+
+    sources: what the last step's drafts were drawn from, by request; the others are its likeliest tokens.
 
     A request that has not been read to its end, or whose pages were needed by others, drafts nothing.
     One that is longer than the draft can read, or than the cache, never does.
@@ -67,6 +73,7 @@ class DraftModelDrafter(CachedDrafter):
         max_model_len: int,
         cache_tokens: int,
         device: torch.device | None = None,
+        seed: int = 0,
     ) -> None:
         self._device = device or weights.norm.device
         self._longest = longest(config, weights, max_model_len)
@@ -99,6 +106,18 @@ class DraftModelDrafter(CachedDrafter):
             min_probability=config.min_probability,
             token_cost=config.token_cost,
         )
+        self.sources: dict[str, Source] = {}
+        self._draws: Draws | None = None
+        self._seed = seed
+        self._sampled: SampledRule | None = None
+        if config.probabilistic:
+            self._sampled = SampledRule(
+                DEPTH,
+                min_probability=config.min_probability,
+                token_cost=config.token_cost,
+                on_cpu=self.stops_early,
+            )
+            self.rule, self._outcomes = self._sampled, Outcomes(self._sampled.calibration)
 
     def _propose(self, context: DraftContext) -> list[DraftTree]:
         works, reads = self._works(context)
@@ -166,15 +185,42 @@ class DraftModelDrafter(CachedDrafter):
             self._cache.register(work.span.sequence, work.tokens, work.span.end)
         return ahead
 
+    def _drafted(
+        self, context: DraftContext, drafting: list[int], ahead: Ahead | None, depth: int
+    ) -> list[DraftTree]:
+        self.sources, self._draws = {}, None
+        rows, rule = context.sampling, self._sampled
+        if rule is None or rows is None or ahead is None:
+            if rule is not None:
+                rule.drawn = None
+            return super()._drafted(context, drafting, ahead, depth)
+        mine = SamplingRows(*(getattr(rows, name)[drafting] for name in SamplingRows.__slots__))
+        rule.drawn = mine.drawn
+        requests = [context.request_ids[i] for i in drafting]
+        positions = context.num_tokens[drafting].tolist()
+        draws = Draws(mine, requests, positions, depth, self._seed, self._device)
+        self._draws = draws
+        goes_on = rule.goes_on(context.budgets[drafting], context) if self.stops_early else None
+        chains = draw(self._steps(ahead, depth), len(drafting), depth, goes_on)
+        self.draft_steps = chains.steps
+        made, self.sources = proposed(chains, draws, drafting, context, rule, self._outcomes)
+        return [made.get(i, EMPTY_DRAFT) for i in range(len(context.request_ids))]
+
     def _steps(self, ahead: Ahead, depth: int) -> ChainSteps:
+        draws = self._draws
         for d in range(depth):
             logits = self._net.leave(ahead.moved, ahead.residual)
-            probability, token = torch.softmax(logits, -1, dtype=torch.float32).max(-1)
+            if draws is None:
+                probability, token = torch.softmax(logits, -1, dtype=torch.float32).max(-1)
+            else:
+                token, probability = draws.choose(logits, d)
             keep = yield token, probability
             if d + 1 == depth:
                 return
             if keep is not None:
                 token = token.index_select(0, keep)
+                if draws is not None:
+                    draws.keep(keep)
                 self._layers.keep(ahead, keep)
             self._layers.advance(ahead, *self._net.enter(token))
 

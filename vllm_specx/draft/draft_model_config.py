@@ -19,6 +19,9 @@ class DraftModelConfig(ProposerConfig):
     """Of its weights and its cache; auto: the target's."""
     max_model_len: Annotated[int, Field(ge=1, le=2**31)] | None = None
     """Longer requests are not drafted for; unset, the draft's max_position_embeddings."""
+    probabilistic: bool = False
+    """Whether drafts of requests that sample (temperature above 0) are drawn from what the draft thinks of
+    all tokens (draft/sampling.py); off, they are the tokens that it thinks likeliest."""
     min_probability: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     """As in EagleConfig, as is token_cost."""
     token_cost: Annotated[float, Field(ge=0.0, le=1.0)] | None = None

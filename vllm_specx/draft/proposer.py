@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from vllm_specx.draft.sampling import SamplingRows
 from vllm_specx.draft.tree import DraftTree, IntArray
 
 
@@ -58,6 +59,7 @@ class DraftContext:
     state_keys: B names; requests of one name have the same states wherever they have the same tokens,
         and may use each other's. A request without a name shares none; None: all may.
     tokens_read: by the target's forward in this step, of all requests.
+    sampling: how the requests sample; None unless drafts may be drawn at random.
     """
 
     request_ids: Sequence[str]
@@ -77,6 +79,7 @@ class DraftContext:
     verified: VerifiedRows | None = None
     state_keys: Sequence[str | None] | None = None
     tokens_read: int = 0
+    sampling: SamplingRows | None = None
 
 
 class Proposer(Protocol):

@@ -121,6 +121,12 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook(
         _RUNNER,
+        "GPUModelRunner._get_spec_decode_draft_probs",
+        "what drafts were drawn from",
+        ("spec_decode_metadata",),
+    ),
+    Hook(
+        _RUNNER,
         "GPUModelRunner._setup_eagle3_aux_hidden_state_outputs",
         "states of inner layers",
     ),

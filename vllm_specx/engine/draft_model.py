@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from vllm_specx import config
 from vllm_specx.draft.draft_model import DraftModelDrafter, longest
 from vllm_specx.draft.draft_model_checkpoint import DraftModelWeights, load_draft_model
 from vllm_specx.draft.proposer import Proposer
+from vllm_specx.draft.sampling import Source
 from vllm_specx.draft.vocabularies import Draftable, draftable, read_vocabulary
+from vllm_specx.engine.draft_probs import DraftProbs
 from vllm_specx.engine.heads import local_folder, paced
 from vllm_specx.engine.proposers import EngineProposer
 
@@ -39,7 +42,13 @@ class DraftModelProposer(EngineProposer):
     def load_model(self, target_model: Any) -> None:
         settings = self.specx_config()
         assert isinstance(settings, config.DraftModelConfig)
-        self.proposer = paced(self, draft_model_drafter(self, settings, target_model))
+        self._drafter = draft_model_drafter(self, settings, target_model)
+        self.proposer = paced(self, self._drafter)
+        if settings.probabilistic:
+            self.draft_probs = DraftProbs(self.vocab_size)
+
+    def sources(self) -> Mapping[str, Source]:
+        return self._drafter.sources
 
 
 def draft_model_drafter(
@@ -64,6 +73,8 @@ def draft_model_drafter(
         max_model_len=proposer.max_model_len,
         cache_tokens=min(proposer.max_batch * room, _CACHE_BYTES // _bytes_a_token(weights)),
         device=next(target_model.parameters()).device,
+        # Of the engine, and so of every rank: they draw the same drafts.
+        seed=proposer.vllm_config.model_config.seed or 0,
     )
     logger.info(
         "vllm_specx: draft model %s, %d layers, %d tokens in common with the target; %.2f GiB with its "

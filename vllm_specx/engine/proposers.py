@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from vllm_specx import config
 from vllm_specx.draft.proposer import Proposer
+from vllm_specx.draft.sampling import SamplingRows, Source
 from vllm_specx.engine import seams
+from vllm_specx.engine.draft_probs import DraftProbs, sampling_rows
 from vllm_specx.engine.guard import Guard
 from vllm_specx.engine.translate import settings_of
 
@@ -35,6 +38,9 @@ class EngineProposer(ABC):
     aux_layers: tuple[int, ...] = ()
     """Layers of the target whose input is asked for beside its last hidden state, as vLLM's
     set_aux_hidden_state_layers counts them. They change the target's compiled graph."""
+
+    draft_probs: DraftProbs | None = None
+    """Where drafts may be drawn at random: what they were drawn from."""
 
     def __init__(self, vllm_config: Any) -> None:
         seams.activate_worker(vllm_config)
@@ -68,6 +74,21 @@ class EngineProposer(ABC):
     ) -> tuple[torch.Tensor, ...]:
         """Of what the target's forward gave, what DraftContext.verified holds: [R, hidden] each."""
         return tuple(auxiliary) if auxiliary else (last,)
+
+    def sampling(self, params: Sequence[Any]) -> SamplingRows | None:
+        """DraftContext.sampling, of the batch's SamplingParams."""
+        return None if self.draft_probs is None else sampling_rows(params)
+
+    def proposed(
+        self, requests: Sequence[str], drafts: Sequence[Sequence[int]], live: Collection[str]
+    ) -> None:
+        """The drafts that a step has ended with, of its requests; live: all requests of the runner."""
+        if self.draft_probs is not None:
+            self.draft_probs.made(requests, drafts, self.sources(), live)
+
+    def sources(self) -> Mapping[str, Source]:
+        """What the last step's drafts were drawn from, of those that were drawn."""
+        return {}
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
         """vLLM's own call, which our seam replaces; reached only if the seam is gone."""

@@ -37,11 +37,12 @@ def install_runner_seams() -> None:
     """The seams of the worker, once specx is selected."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from vllm_specx.engine import step
+    from vllm_specx.engine import draft_probs, step
 
     wrap(GPUModelRunner, "propose_draft_token_ids", step.propose_draft_token_ids)
     wrap(GPUModelRunner, "take_draft_token_ids", step.take_draft_token_ids)
     wrap(GPUModelRunner, "_input_fits_in_drafter", step.input_fits_in_drafter)
+    wrap(GPUModelRunner, "_get_spec_decode_draft_probs", draft_probs.spec_decode_draft_probs)
     wrap(
         GPUModelRunner,
         "_setup_eagle3_aux_hidden_state_outputs",

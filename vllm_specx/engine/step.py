@@ -84,7 +84,9 @@ def propose_draft_token_ids(
         return drafts
 
     nothing: list[list[int]] = [[] for _ in sampled_token_ids]
-    return drafter.guard.run(step, nothing)
+    drafts = drafter.guard.run(step, nothing)
+    drafter.proposed(runner.input_batch.req_ids[: len(drafts)], drafts, runner.requests)
+    return drafts
 
 
 def setup_auxiliary_states(original: Callable[..., None], runner: Any) -> None:
@@ -180,6 +182,7 @@ def build_context(
         ),
         state_keys=[k.state_key for k in known],
         tokens_read=scheduler_output.total_num_scheduled_tokens,
+        sampling=drafter.sampling([k.state.sampling_params for k in known]),
     )
 
 

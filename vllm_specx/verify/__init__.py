@@ -1,0 +1,1 @@
+"""The lossless mathematics of verification: the reference that tests compare with; no vLLM."""
