@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_specx.draft.lengths import step_times
+from vllm_specx.draft.outcomes import outcomes as outcomes_of
 from vllm_specx.draft.proposer import DraftContext, TrainedDrafter
 from vllm_specx.draft.prospects import Prospects
 from vllm_specx.draft.tree import DraftTree, IntArray
@@ -27,11 +28,14 @@ _PROBED = 8
 """One request in so many is tried."""
 
 
+_WIDTH_MEMORY = 0.98
+
+
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A draft whose outcome is not known yet. count: tokens asked for. at: committed tokens then."""
+    """A draft whose outcome is not known yet. count: tokens asked for, of one path. at: committed tokens then."""
 
-    tokens: IntArray
+    draft: DraftTree
     count: int
     at: int
 
@@ -39,10 +43,14 @@ class _Asked:
 class Gate:
     """Per step: which requests are to be drafted for, by expected tokens per unit of time.
 
-    trained: the drafter whose drafts are weighed. depth: tokens it is asked for at most.
+    trained: the drafter whose drafts are weighed. depth: tokens it is asked for at most. trees: whether it
+    drafts trees; how large they are is its own choice then, and depth is that of a path.
     """
 
-    def __init__(self, trained: TrainedDrafter, depth: int) -> None:
+    def __init__(self, trained: TrainedDrafter, depth: int, *, trees: bool = False) -> None:
+        self._trees = trees
+        # Nodes of a tree, for each token of its longest path.
+        self._width = 1.0
         self.depth = min(depth, trained.depth)
         self.prospects = Prospects(self.depth, trained.acceptance)
         self._trained = trained
@@ -60,16 +68,26 @@ class Gate:
             if not sampled or (asked := self._asked.pop(request, None)) is None:
                 continue
             if asked.at == int(context.num_tokens[i]) - len(sampled):
-                right = agreeing(asked.tokens, sampled)
+                right, made = self._agreed(asked.draft, sampled)
                 # The scheduler may have cut the draft: what it did not verify, it did not refuse.
                 failed = right < min(asked.count, len(sampled))
                 judged.append(request)
-                outcomes.append((asked.count, len(asked.tokens), right, failed))
+                outcomes.append((asked.count, made, right, failed))
         if judged:
             self.prospects.learn(judged, *np.array(outcomes, np.int64).T)
         self.prospects.forget(context.finished)
         for request in context.finished:
             self._asked.pop(request, None)
+
+    def _agreed(self, draft: DraftTree, sampled: Sequence[int]) -> tuple[int, int]:
+        """Tokens in a row that were right, of the tokens of a longest path."""
+        if not self._trees:
+            return agreeing(draft.tokens, sampled), len(draft.tokens)
+        depth = draft.depth()
+        if depth:
+            wide = len(draft.tokens) / depth
+            self._width += (1.0 - _WIDTH_MEMORY) * (wide - self._width)
+        return sum(right for _, right in outcomes_of(draft, sampled)), depth
 
     def expect(self, context: DraftContext, asked: LongArray, drafts: Sequence[DraftTree]) -> None:
         """The drafts that were made, as asked for."""
@@ -77,7 +95,7 @@ class Gate:
             if context.request_ids[i] in self._trained.missed:
                 continue
             self._asked[context.request_ids[i]] = _Asked(
-                drafts[i].tokens, int(asked[i]), int(context.num_tokens[i])
+                drafts[i], int(asked[i]), int(context.num_tokens[i])
             )
 
     def choose(
@@ -103,7 +121,7 @@ class Gate:
         made, accepted = self.prospects.reach(context.request_ids)
         outside = np.arange(self.depth) >= budgets[:, None]
         made[outside] = accepted[outside] = 0.0
-        verified, gains = np.cumsum(made, axis=1), np.cumsum(accepted, axis=1)
+        verified, gains = self._width * np.cumsum(made, axis=1), np.cumsum(accepted, axis=1)
         total = int(tokens.sum())
         now, then = step_times(costs, [total, total + size])
         goodput = (size + gain.sum()) / now
@@ -113,7 +131,7 @@ class Gate:
         if forward is None:
             forward = _DRAFT_SHARE * float(costs[0])
         best = nothing
-        early = self._trained.stops_early
+        early = self._trained.stops_early or self._trees
         for depth in [self.depth] if early else range(1, self.depth + 1):
             worth = gains[:, depth - 1] - token * verified[:, depth - 1]
             mine = (worth > bar) & (budgets > 0)
@@ -150,7 +168,8 @@ class Gate:
         """What the drafter is given, as choose() has decided. Those that get nothing are shown to it
         nevertheless: it keeps up with the text. What is tried is drafted and verified whatever it
         costs: costs that are wrong, and keep drafts away, are only seen to be wrong by drafting."""
-        mine = dataclasses.replace(context, budgets=asked.astype(np.int32))
+        budgets = np.where(asked > 0, context.budgets, 0) if self._trees else asked
+        mine = dataclasses.replace(context, budgets=budgets.astype(np.int32))
         return dataclasses.replace(mine, costs=None, draft_cost=None) if self._probing else mine
 
 

@@ -10,14 +10,16 @@ from vllm_specx.draft.tree import DraftTree
 
 
 class PacedDrafter:
-    """Implements draft.proposer.Proposer. trained: the drafter; depth: tokens of a draft at most.
+    """Implements draft.proposer.Proposer. trained: the drafter; depth: tokens of a draft at most, of a path
+    if it drafts trees.
 
     Until step times are known (DraftContext.costs), and where they are not wanted, it drafts always.
     """
 
-    def __init__(self, trained: TrainedDrafter, depth: int) -> None:
+    def __init__(self, trained: TrainedDrafter, depth: int, *, trees: bool = False) -> None:
         self.trained = trained
-        self.gate = Gate(trained, depth)
+        self._trees = trees
+        self.gate = Gate(trained, depth, trees=trees)
         self.needs_hidden_states = trained.needs_hidden_states
         self.needs_verified_rows = trained.needs_verified_rows
 

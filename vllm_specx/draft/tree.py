@@ -44,6 +44,13 @@ class DraftTree:
         """Whether every token has at most one child."""
         return bool(np.array_equal(self.parents, np.arange(-1, len(self.parents) - 1)))
 
+    def depth(self) -> int:
+        """Tokens of the longest path."""
+        depths: list[int] = []
+        for parent in self.parents.tolist():
+            depths.append(1 + (depths[parent] if parent >= 0 else 0))
+        return max(depths, default=0)
+
     def prefix(self, nodes: int) -> DraftTree:
         """The first `nodes` nodes."""
         if nodes >= len(self.tokens):
