@@ -1,7 +1,7 @@
 """The device's n-gram index: its Triton kernels, interpreted, against what they must compute.
 
-Triton decides between compiling and interpreting when it is imported, so the tests of this file run in a
-process of their own, which the first one starts.
+Triton decides between compiling and interpreting when it is imported, so the tests of this file, and
+those of test_v2_pool.py, run in a process of their own, which the first one starts.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from vllm_specx.engine.v2 import ngram_torch
 
 VOCAB = 50
+POOL = str(Path(__file__).with_name("test_v2_pool.py"))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 in_its_own_process = pytest.mark.skipif(
     not INTERPRETED, reason="test_in_a_process_of_its_own runs it"
@@ -28,7 +30,7 @@ in_its_own_process = pytest.mark.skipif(
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_in_a_process_of_its_own() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, POOL],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -47,13 +49,21 @@ def test_kernels_compile_for_gpus(capability: int, constants: dict[str, int]) ->
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from vllm_specx.engine.v2 import ngram_kernels
+    from vllm_specx.engine.v2 import ngram_kernels, pool_kernels
 
     wide = {"SPREAD": 8, "BLOCK": 128, "LONGEST": 128 if not constants else 2, "K": 4}
-    for kernel in (ngram_kernels._insert_kernel, ngram_kernels._look_up_kernel):
+    for kernel in (
+        ngram_kernels._insert_kernel,
+        ngram_kernels._look_up_kernel,
+        pool_kernels._write_kernel,
+        pool_kernels._index_kernel,
+        pool_kernels._look_up_kernel,
+    ):
+        shared = kernel.fn.__module__ == pool_kernels.__name__
         types = {}
         for name in kernel.arg_names:
-            pointer = "*i64" if name in ("rows_ptr", "drafts_ptr") else "*i32"
+            long = ("rows_ptr", "drafts_ptr", "owner_ptr", "owners_ptr", "end_ptr", "grown_ptr")
+            pointer = "*i64" if name in long or (shared and name == "table_ptr") else "*i32"
             types[name] = pointer if name.endswith("_ptr") else "i32"
         fixed = {n: v for n, v in {**wide, **constants}.items() if n in types}
         types.update(dict.fromkeys(fixed, "constexpr"))

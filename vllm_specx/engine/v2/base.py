@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_specx import config
 from vllm_specx.engine.guard import Guard
-from vllm_specx.engine.translate import SELECTED
+from vllm_specx.engine.translate import settings_of
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -45,7 +45,13 @@ class SpecxSpeculator(BaseSpeculator):
 
     def specx_config(self) -> config.SpecxConfig:
         """The validated `additional_config["specx"]`."""
-        return config.parse(self.vllm_config.additional_config[SELECTED])
+        return settings_of(self.vllm_config)
+
+    def admit(self, row: int, params: Any) -> None:
+        """A request takes a row of the runner's request states. params: its SamplingParams, or None."""
+
+    def end(self, row: int) -> None:
+        """The request of this row has ended; its row still holds what it said."""
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Drafting is a handful of kernels after the target's forward, launched one by one."""

@@ -14,6 +14,9 @@ from vllm_specx import config
 from vllm_specx.config import ConfigError
 from vllm_specx.engine.translate import CLASSES, SELECTED
 
+GIVEN = "eagle3"
+"""vLLM's method that serves a draft of ours on V2 (eagle.py)."""
+
 logger = logging.getLogger(f"vllm.{__name__}")
 
 Runner = Literal["v1", "v2"]
@@ -22,13 +25,19 @@ OF_CUSTOM_CLASS = "speculative method 'custom_class'"
 
 
 def obstacle(settings: config.SpecxConfig) -> str | None:
-    """Why a proposer with these keys cannot be served by V2 at all; None: it can."""
+    """Why a proposer with these keys cannot be served by V2 at all; None: it can. Raises CheckpointError
+    if it depends on a draft that cannot be read."""
     if isinstance(settings, config.NgramConfig):
         return None
     if isinstance(settings, config.MedusaConfig):
         return "drafts trees" if settings.topology == "tree" else None
-    if isinstance(settings, config.EagleConfig):
-        return "is served as vLLM's own eagle3 only, where the checkpoint is one,"
+    if isinstance(settings, config.AutoConfig):
+        from vllm_specx.engine.heads import trained_part
+
+        if isinstance(trained_part(settings), config.MedusaConfig):
+            return None
+    if isinstance(settings, config.EagleConfig | config.AutoConfig):
+        return "is served with vLLM's own eagle3 only, where the checkpoint is one,"
     return "is not there yet"
 
 
@@ -39,8 +48,6 @@ def shortfall(settings: config.SpecxConfig) -> str | None:
         found.append("min_probability")
     if getattr(settings, "token_cost", None) is not None:
         found.append("token_cost")
-    if isinstance(settings, config.NgramConfig) and settings.pool.enabled:
-        found.append("the pool that requests share")
     return ", ".join(found) or None
 
 
@@ -55,9 +62,11 @@ def reason_for_v1(vllm_config: Any) -> str | None:
 
 
 def _choose(vllm_config: Any) -> tuple[Runner, str | None]:
-    settings = _settings(vllm_config)
+    settings = settings_if_ours(vllm_config)
     if settings is None:
         return "v1", None
+    if vllm_config.speculative_config.method == GIVEN:
+        return "v2", None
     if settings.runner != "auto":
         return settings.runner, None
     if not _vllm_would_take_v2(vllm_config):
@@ -71,14 +80,17 @@ def _choose(vllm_config: Any) -> tuple[Runner, str | None]:
     return "v2", None
 
 
-def _settings(vllm_config: Any) -> config.SpecxConfig | None:
+def settings_if_ours(vllm_config: Any) -> config.SpecxConfig | None:
     """Of one of our own proposers; None beside vLLM's methods."""
     additional = vllm_config.additional_config
     speculative = vllm_config.speculative_config
-    if speculative is None or speculative.model not in CLASSES.values():
-        return None
     raw = additional.get(SELECTED) if isinstance(additional, dict) else None
-    return config.parse(raw) if isinstance(raw, Mapping) else None
+    if speculative is None or not isinstance(raw, Mapping):
+        return None
+    ours = speculative.model in CLASSES.values()
+    if not ours and not (speculative.method == GIVEN and raw.get("proposer") == "auto"):
+        return None
+    return config.parse(raw)
 
 
 def asked_for_v2() -> bool | None:
@@ -90,7 +102,8 @@ def asked_for_v2() -> bool | None:
 
 
 def expected(settings: config.SpecxConfig) -> Runner:
-    """The runner that is asked for, or that vLLM takes by default, before there is a VllmConfig."""
+    """The runner that is asked for, or that vLLM takes by default, before there is a VllmConfig; whether
+    it can serve the proposer is not asked."""
     if settings.runner != "auto":
         return settings.runner
     return "v2" if _by_default() else "v1"
@@ -139,7 +152,8 @@ def check(settings: config.SpecxConfig, on_cpu: bool) -> None:
         raise ConfigError(
             f"Model Runner V2, asked for with {name}, needs Triton{where}; set specx.runner to 'v1'."
         )
-    lacks = None if isinstance(settings, config.EagleConfig) else obstacle(settings)
+    may_be_given = isinstance(settings, config.EagleConfig | config.AutoConfig)
+    lacks = None if may_be_given else obstacle(settings)
     if lacks is not None:
         raise ConfigError(f"{name} {lacks} on Model Runner V2; set specx.runner to 'v1'.")
     if (left_out := shortfall(settings)) is not None:

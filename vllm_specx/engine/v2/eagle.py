@@ -12,7 +12,7 @@ _NOT_STOCK = ("vocab", "min_probability", "token_cost", "cache_tokens", "aux_lay
 
 
 def stock_obstacle(settings: config.EagleConfig) -> str | None:
-    """What keeps vLLM's own `eagle3` from serving this configuration; None: nothing.
+    """What keeps vLLM's own `eagle3` from serving this draft; None: nothing.
 
     Raises CheckpointError if the checkpoint cannot be read.
     """
@@ -30,13 +30,16 @@ def stock_obstacle(settings: config.EagleConfig) -> str | None:
 
 
 def as_stock(
-    settings: config.EagleConfig, speculative: dict[str, Any]
+    settings: config.EagleConfig | config.AutoConfig, speculative: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(speculative_config, specx) that have vLLM draft and our controller choose K."""
+    """(speculative_config, specx) that have vLLM draft and our controller choose K; of AutoConfig, with
+    the n-gram lookahead beside it (auto_eagle.py)."""
     drafts = {
         "method": "eagle3",
         "model": str(local_folder(settings.heads)),
         "num_speculative_tokens": speculative["num_speculative_tokens"],
     }
+    if isinstance(settings, config.AutoConfig):
+        return drafts, settings.model_dump(exclude_unset=True) | {"proposer": "auto"}
     controller = settings.controller.model_dump(exclude_unset=True)
     return drafts, {"proposer": "stock", "controller": controller}

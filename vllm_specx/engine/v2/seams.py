@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vllm_specx import config
 from vllm_specx.config import ConfigError, SpecxConfig
 from vllm_specx.engine.patching import wrap
 from vllm_specx.engine.translate import CLASSES, SELECTED
-from vllm_specx.engine.v2 import choice
+from vllm_specx.engine.v2 import captured, choice
 
 logger = logging.getLogger(f"vllm.{__name__}")
+TABLE = "num_speculative_tokens_per_batch_size"
 
 
 def install_entry_seams() -> None:
@@ -30,12 +32,13 @@ def install_runner_seams() -> None:
     from vllm.v1.worker.gpu import model_runner
 
     wrap(model_runner, "init_speculator", _init_speculator)
+    wrap(model_runner.GPUModelRunner, "add_requests", _add_requests)
+    wrap(model_runner.GPUModelRunner, "finish_requests", _finish_requests)
 
 
 def ours(vllm_config: Any) -> bool:
     """Whether one of our own proposers drafts."""
-    speculative = vllm_config.speculative_config
-    return speculative is not None and speculative.model in CLASSES.values()
+    return choice.settings_if_ours(vllm_config) is not None
 
 
 def check(engine_args: Any) -> None:
@@ -48,14 +51,25 @@ def check(engine_args: Any) -> None:
 
     settings = config.parse(raw)
     choice.check(settings, current_platform.is_cpu())
-    if isinstance(settings, config.EagleConfig) and choice.expected(settings) == "v2":
-        _give_to_vllm(engine_args, settings)
+    if choice.expected(settings) == "v1":
+        return
+    if isinstance(settings, config.EagleConfig):
+        _give_to_vllm(engine_args, settings, settings)
+    elif isinstance(settings, config.AutoConfig):
+        from vllm_specx.engine.heads import trained_part
+
+        part = trained_part(settings)
+        if isinstance(part, config.EagleConfig):
+            _give_to_vllm(engine_args, settings, part)
+    _have_graphs_for_each_k(engine_args, settings)
 
 
-def _give_to_vllm(engine_args: Any, settings: config.EagleConfig) -> None:
+def _give_to_vllm(
+    engine_args: Any, settings: config.EagleConfig | config.AutoConfig, draft: config.EagleConfig
+) -> None:
     from vllm_specx.engine.v2.eagle import as_stock, stock_obstacle
 
-    reason = stock_obstacle(settings)
+    reason = stock_obstacle(draft)
     if reason is None:
         speculative, own = as_stock(settings, engine_args.speculative_config)
         engine_args.speculative_config = speculative
@@ -64,8 +78,27 @@ def _give_to_vllm(engine_args: Any, settings: config.EagleConfig) -> None:
         return
     if settings.runner == "v2" or choice.asked_for_v2():
         raise ConfigError(
-            f"specx:eagle on Model Runner V2 is vLLM's own speculator, which {reason}; set specx.runner to 'v1'."
+            f"specx:{settings.proposer} with this draft on Model Runner V2 takes vLLM's own speculator, "
+            f"which {reason}; set specx.runner to 'v1'."
         )
+
+
+def _have_graphs_for_each_k(engine_args: Any, settings: SpecxConfig) -> None:
+    """The table from which vLLM knows the K to capture; captured.py says why."""
+    speculative = engine_args.speculative_config
+    given = speculative.get(TABLE)
+    stays_on_v1 = (
+        speculative.get("model") in CLASSES.values()
+        and settings.runner == "auto"
+        and not choice.asked_for_v2()
+        and (choice.obstacle(settings) or choice.shortfall(settings))
+    )
+    most = speculative.get("num_speculative_tokens")
+    if given is not None or stays_on_v1 or not most:
+        return
+    if ks := captured.rungs(settings.controller, most):
+        table = captured.table_of(ks, engine_args.max_num_seqs)
+        engine_args.speculative_config = {**speculative, TABLE: table}
 
 
 def hold_async(engine_args: Any) -> bool | None:
@@ -89,8 +122,15 @@ def settle(vllm_config: Any, settings: SpecxConfig, engine_args: Any, asked_asyn
     reason = choice.reason_for_v1(vllm_config)
     if reason is not None:
         logger.warning("vllm_specx: vLLM's V1 model runner, as %s.", reason)
-    runner = choice.runner_of(vllm_config)
+    runner = "v2" if vllm_config.use_v2_model_runner else "v1"
     vllm_config.additional_config[SELECTED]["runner"] = runner
+    if runner == "v1":
+        if vllm_config.speculative_config.method == choice.GIVEN:
+            raise ConfigError(
+                "specx:auto with an EAGLE-3 draft was made ready for Model Runner V2, but vLLM takes V1 for "
+                "what else is asked for; set specx.runner to 'v1'."
+            )
+        vllm_config.speculative_config.num_speculative_tokens_per_batch_size = None
     if runner == "v1" and asked_async:
         raise ConfigError(
             "asynchronous scheduling with our methods needs Model Runner V2; take out --async-scheduling, "
@@ -142,3 +182,28 @@ def _init_speculator(
     from vllm_specx.engine.v2.speculators import build
 
     return build(vllm_config, device, req_states)
+
+
+def _add_requests(original: Callable[..., None], runner: Any, scheduler_output: Any) -> None:
+    """GPUModelRunner.add_requests: a speculator that remembers is told which request takes which row, and
+    its pool. Can go when vLLM tells speculators of requests."""
+    original(runner, scheduler_output)
+    speculator = runner.speculator
+    if not hasattr(speculator, "admit"):
+        return
+    for data in scheduler_output.scheduled_new_reqs:
+        row = runner.req_states.req_id_to_index[data.req_id]
+        speculator.guard.run(partial(speculator.admit, row, data.sampling_params), None)
+
+
+def _finish_requests(original: Callable[..., None], runner: Any, scheduler_output: Any) -> None:
+    """GPUModelRunner.finish_requests: the last moment at which an ended request's text is in its row, and
+    can be shared. Preempted requests come again. Can go when vLLM tells speculators of requests."""
+    speculator = runner.speculator
+    if hasattr(speculator, "end"):
+        rows = runner.req_states.req_id_to_index
+        # Sorted, so that every tensor-parallel rank remembers in the same order.
+        for request_id in sorted(scheduler_output.finished_req_ids):
+            if (row := rows.get(request_id)) is not None:
+                speculator.guard.run(partial(speculator.end, row), None)
+    original(runner, scheduler_output)

@@ -7,12 +7,21 @@ from typing import Any
 import torch
 
 from vllm_specx import config
-from vllm_specx.engine.translate import SELECTED
+from vllm_specx.engine.translate import settings_of
+from vllm_specx.engine.v2.choice import GIVEN
 
 
 def build(vllm_config: Any, device: torch.device, req_states: Any) -> Any:
     """For a configuration that choice.runner_of gives to V2."""
-    settings = config.parse(vllm_config.additional_config[SELECTED])
+    settings = settings_of(vllm_config)
+    if isinstance(settings, config.AutoConfig):
+        if vllm_config.speculative_config.method == GIVEN:
+            from vllm_specx.engine.v2.auto_eagle import AutoEagleSpeculator
+
+            return AutoEagleSpeculator(vllm_config, device, req_states)
+        from vllm_specx.engine.v2.auto import AutoSpeculator
+
+        return AutoSpeculator(vllm_config, device, req_states)
     if isinstance(settings, config.MedusaConfig):
         from vllm_specx.engine.v2.medusa import MedusaSpeculator
 
