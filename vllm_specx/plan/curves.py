@@ -17,8 +17,18 @@ FloatArray = npt.NDArray[np.float64]
 class Curve(Protocol):
     """Seconds of what a server does."""
 
-    def decode(self, requests: int, drafts: float, context: float, draft_steps: float) -> float:
-        """A step that verifies `drafts` tokens in all, `context` tokens of KV cache being read."""
+    def decode(
+        self,
+        requests: int,
+        drafts: float,
+        context: float,
+        draft_steps: float,
+        draft_width: float = 1.0,
+    ) -> float:
+        """A step that verifies `drafts` tokens in all, `context` tokens of KV cache being read.
+
+        draft_width: tokens of a request that go through the draft in one of its steps.
+        """
         ...
 
     def prefill(self, tokens: int) -> float:
@@ -46,8 +56,15 @@ class MeasuredCurve:
         self._prefill = prefill_tokens_per_second
         self._draft_step = draft_step_ms / 1000
 
-    def decode(self, requests: int, drafts: float, context: float, draft_steps: float) -> float:
-        """See Curve; the context does not count."""
+    def decode(
+        self,
+        requests: int,
+        drafts: float,
+        context: float,
+        draft_steps: float,
+        draft_width: float = 1.0,
+    ) -> float:
+        """See Curve; neither the context nor the draft's width counts."""
         k = drafts / requests
         batches = self._batches
         upper = next((i for i, b in enumerate(batches) if b >= requests), len(batches) - 1)
@@ -98,11 +115,18 @@ class RooflineCurve:
     overhead: float = 0.002
     all_reduce: float = 12e-6
 
-    def decode(self, requests: int, drafts: float, context: float, draft_steps: float) -> float:
+    def decode(
+        self,
+        requests: int,
+        drafts: float,
+        context: float,
+        draft_steps: float,
+        draft_width: float = 1.0,
+    ) -> float:
         """See Curve."""
         seconds = self.overhead + self._forward(self.model, requests + drafts, context)
         if self.draft is not None and draft_steps:
-            seconds += draft_steps * self._forward(self.draft, requests, context)
+            seconds += draft_steps * self._forward(self.draft, requests * draft_width, context)
         return seconds
 
     def prefill(self, tokens: int) -> float:

@@ -37,6 +37,8 @@ class Work(_Strict):
 
     acceptance: Annotated[list[Share], Field(min_length=1)]
     """Of a draft token when those before it were accepted, by depth; the last one goes on."""
+    siblings: list[list[Share]] = []
+    """Of a draft tree's second, third, ... child of an accepted node, by depth; the last one goes on."""
     drafted: Share = 1.0
     """How often the proposer has a draft at all."""
     draft_length: Positive | None = None
@@ -47,6 +49,19 @@ class Work(_Strict):
     label: str | None = None
     """The client's specx_scenario; unset, it does not tell."""
     shift: Shift | None = None
+
+    @model_validator(mode="after")
+    def _at_most_one_is_right(self) -> Work:
+        depth = max(len(self.acceptance), len(self.siblings))
+        for d in range(depth if self.siblings else 0):
+            first = self.acceptance[min(d, len(self.acceptance) - 1)]
+            others = self.siblings[min(d, len(self.siblings) - 1)]
+            if first + sum(others) > 1.0 + 1e-6:
+                raise ValueError(
+                    f"acceptance and siblings at depth {d + 1} come to {first + sum(others):.2f}; "
+                    "only one child of a node can be right"
+                )
+        return self
 
 
 class Poisson(_Strict):
@@ -153,6 +168,19 @@ class Noise(_Strict):
     outlier_factor: Annotated[float, Field(ge=1.0)] = 5.0
 
 
+class Trees(_Strict):
+    """Draft trees to compare with chains."""
+
+    nodes: Annotated[
+        list[Annotated[int, Field(ge=1, le=128)]], Field(min_length=1, max_length=16)
+    ] = [8, 16, 32, 64]
+    """Fixed sizes of trees; the largest is the most that are chosen from, too."""
+    branching: Annotated[int, Field(ge=2, le=16)] = 8
+    depth: Annotated[int, Field(ge=1, le=32)] = 6
+    overhead: Annotated[float, Field(ge=0.0, le=2.0)] = 0.1
+    """What a step with trees takes more than one with chains of as many tokens, as a share."""
+
+
 class Simulation(_Strict):
     """A whole scenario file."""
 
@@ -165,6 +193,8 @@ class Simulation(_Strict):
     """The fixed K to compare with; those above max_k are left out."""
     max_requests: Annotated[int, Field(ge=1, le=1024)] = 32
     work: Annotated[dict[str, Work], Field(min_length=1)]
+    tree: Trees | None = None
+    """Unset, chains only."""
     mix: dict[str, Positive] = {}
     """Share of each kind of work; unset, all alike."""
     arrivals: Annotated[Poisson | Levels | Recorded, Field(discriminator="kind")]
@@ -176,6 +206,18 @@ class Simulation(_Strict):
     def _some_fixed_k(self) -> Simulation:
         if min(self.static_k) > self.max_k:
             raise ValueError(f"no K of static_k is within max_k, which is {self.max_k}")
+        return self
+
+    @model_validator(mode="after")
+    def _trees_of_full_drafts(self) -> Simulation:
+        if self.tree is None:
+            return self
+        for name, work in self.work.items():
+            if work.drafted < 1.0 or work.draft_length is not None or work.shift is not None:
+                raise ValueError(
+                    f"work '{name}' has drafted, draft_length or shift, which trees do not know; "
+                    "leave them out, or tree"
+                )
         return self
 
     @model_validator(mode="after")
@@ -235,5 +277,17 @@ def load(path: Path) -> Simulation:
 
 
 def _keys() -> list[str]:
-    models = (Simulation, Work, Shift, Poisson, Levels, Recorded, Measured, Model, Roofline, Noise)
+    models = (
+        Simulation,
+        Trees,
+        Work,
+        Shift,
+        Poisson,
+        Levels,
+        Recorded,
+        Measured,
+        Model,
+        Roofline,
+        Noise,
+    )
     return sorted({name for model in models for name in model.model_fields})

@@ -15,15 +15,20 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_specx.control.controller import Controller
-from vllm_specx.control.cost import CostPrior
+from vllm_specx.control.cost import CostModel, CostPrior
+from vllm_specx.control.nodes import Times, best_sizes
 from vllm_specx.control.policy import rule_for
 from vllm_specx.plan.curves import Curve
 from vllm_specx.plan.scenario import Levels, Poisson, Recorded, Simulation, Work
+from vllm_specx.plan.scenario import Trees as TreeKeys
+from vllm_specx.plan.trees import Shape, rank_table
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
 NONE, TABLE, CONTROLLER = "none", "batch table", "controller"
+NODES = "nodes"
+"""Chain, tree or nothing, by what each node is worth (control/nodes.py)."""
 _RANGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 
@@ -176,23 +181,26 @@ class Server:
 
     def _controller(self) -> Controller:
         scenario = self.scenario
-        on_gpu = scenario.cost.kind == "roofline"
-        weights = 270e6
-        if scenario.cost.kind == "roofline":
-            weights = scenario.cost.model.transformer().weight_bytes / scenario.cost.gpus
-        prior = CostPrior.from_model(weights, on_gpu, draft_share=scenario.draft_share)
         return Controller(
             scenario.controller,
             scenario.max_k,
             max_requests=scenario.max_requests,
-            prior=prior,
+            prior=self._prior(),
             varying=scenario.varying,
             least_draft_steps=scenario.least_draft_steps,
         )
 
+    def _prior(self) -> CostPrior:
+        scenario = self.scenario
+        weights = 270e6
+        if scenario.cost.kind == "roofline":
+            weights = scenario.cost.model.transformer().weight_bytes / scenario.cost.gpus
+        on_gpu = scenario.cost.kind == "roofline"
+        return CostPrior.from_model(weights, on_gpu, draft_share=scenario.draft_share)
+
     def run(self, requests: Sequence[Arrival]) -> Result:
         """Serve all requests."""
-        result, scenario, random = self.result, self.scenario, self.random
+        result, scenario = self.result, self.scenario
         count = len(requests)
         work = np.array([self.index[r.work] for r in requests])
         prompt = np.array([r.prompt_tokens for r in requests])
@@ -222,16 +230,13 @@ class Server:
             result.prefill_seconds += seconds
             size = len(active)
             if size:
-                k = self._k(ids, active, wanted - made)
-                regime = (made[active] >= self.shift_at[work[active]]).astype(int)
-                offered = self._offers(k, work[active])
-                chance = self.rates[regime, work[active]]
-                hits = (random.random(chance.shape) < chance).cumprod(1).sum(1)
-                hits = np.minimum(hits, offered)
-                kept = np.minimum(hits + 1, (wanted - made)[active])
+                left = (wanted - made)[active]
                 context = float((prompt + made)[active].sum())
-                steps = max(int(k.max()), least)
-                decode = self.curve.decode(size, float(offered.sum()), context, steps)
+                regime = (made[active] >= self.shift_at[work[active]]).astype(int)
+                k, offered, hits, decode, steps = self._decode(
+                    ids, active, work[active], regime, left, context, least
+                )
+                kept = np.minimum(hits + 1, left)
                 self._learn(
                     ids, active, k, offered, hits, kept, decode + seconds, not joined, steps
                 )
@@ -275,8 +280,28 @@ class Server:
             rule = rule_for(extra, work.temperature, self.scenario.max_k)
             self.controller.add(request_id, rule)
 
+    def _decode(
+        self,
+        ids: Sequence[str],
+        active: IntArray,
+        work: IntArray,
+        regime: IntArray,
+        left: IntArray,
+        context: float,
+        least: int,
+    ) -> tuple[IntArray, IntArray, IntArray, float, int]:
+        """One step of the requests `active`: K, tokens drafted and accepted [B], seconds, draft steps."""
+        k = self._k(ids, active, left)
+        offered = self._offers(k, work)
+        chance = self.rates[regime, work]
+        hits = (self.random.random(chance.shape) < chance).cumprod(1).sum(1)
+        hits = np.minimum(hits, offered)
+        steps = max(int(k.max()), least)
+        decode = self.curve.decode(len(active), float(offered.sum()), context, steps)
+        return k, offered, hits, decode, steps
+
     def _k(self, ids: Sequence[str], active: IntArray, left: IntArray) -> IntArray:
-        limits = np.minimum(left[active] - 1, self.scenario.max_k)
+        limits = np.minimum(left - 1, self.scenario.max_k)
         if self.controller is None:
             assert self.choose is not None
             return np.asarray(np.minimum(self.choose(len(active)), limits))
@@ -325,6 +350,88 @@ class Server:
         self.control_seconds += clock.perf_counter() - start
 
 
+class TreeServer(Server):
+    """One that drafts trees: of a fixed size, or as many nodes as pay."""
+
+    def __init__(
+        self, scenario: Simulation, keys: TreeKeys, policy: str, nodes: int | None = None
+    ) -> None:
+        """nodes: of every tree; None: chosen each step, chains and nothing among the choices, from the times
+        that are measured."""
+        super().__init__(scenario, policy, lambda batch: 0)
+        self._keys, self._nodes = keys, nodes
+        most = max(keys.nodes) if nodes is None else nodes
+        # By kind of work: chains of each length, then trees of each depth.
+        self._shapes: list[list[Shape]] = []
+        self._steps: list[int] = []
+        for branching in (1, keys.branching):
+            for depth in range(1, keys.depth + 1):
+                if nodes is not None and (branching == 1 or depth < keys.depth):
+                    continue
+                tables = [rank_table(work, depth, branching) for work in self.works]
+                self._shapes.append([Shape(table, most) for table in tables])
+                self._steps.append(depth)
+        self._chains = len(self._shapes) - keys.depth if nodes is None else 0
+        self._cost = CostModel(
+            scenario.max_requests, scenario.max_requests * (1 + most), self._prior()
+        )
+
+    def _decode(
+        self,
+        ids: Sequence[str],
+        active: IntArray,
+        work: IntArray,
+        regime: IntArray,
+        left: IntArray,
+        context: float,
+        least: int,
+    ) -> tuple[IntArray, IntArray, IntArray, float, int]:
+        size = len(active)
+        start = clock.perf_counter()
+        which, nodes = self._choose(work, np.maximum(left - 1, 0))
+        self.control_seconds += clock.perf_counter() - start
+        shapes = self._shapes[which] if which >= 0 else []
+        draws = self.random.random((size, self._keys.depth)).tolist()
+        hits = np.zeros(size, np.int64)
+        for i in np.flatnonzero(nodes).tolist():
+            hits[i] = shapes[work[i]].accepted(int(nodes[i]), draws[i])
+        # What is at most kept is no more than what the request has left.
+        hits = np.minimum(hits, np.maximum(left - 1, 0))
+        steps = max(self._steps[which] if which >= 0 else 0, least)
+        tree = which >= self._chains
+        width = self._keys.branching if tree else 1
+        seconds = self.curve.decode(size, float(nodes.sum()), context, steps, width)
+        factor = 1.0 + self._keys.overhead if tree and nodes.any() else 1.0
+        noise = float(np.exp(self.noise.normal(0.0, self.scenario.noise.spread)))
+        if self.noise.random() < self.scenario.noise.outliers:
+            noise *= self.scenario.noise.outlier_factor
+        # What trees cost more is known: it is a property of the kernel.
+        self._cost.observe(size, size + int(nodes.sum()), seconds * noise, steps)
+        return nodes, nodes, hits, seconds * factor, steps
+
+    def _choose(self, work: IntArray, limits: IntArray) -> tuple[int, IntArray]:
+        if self._nodes is not None:
+            sizes = np.array([len(self._shapes[0][w].gains) for w in work])
+            return 0, np.minimum(np.minimum(self._nodes, sizes), limits)
+        size, cost = len(work), self._cost
+        gains = []
+        for shapes in self._shapes:
+            longest = max(len(shape.gains) for shape in shapes)
+            padded = np.zeros((len(shapes), longest))
+            for row, shape in zip(padded, shapes, strict=True):
+                row[: len(shape.gains)] = shape.gains
+            gains.append(padded[work])
+
+        def timed(factor: float) -> Times:
+            return lambda n, steps: factor * (cost.cautious(size, n) + cost.draft_step * steps)
+
+        plain, tree = timed(1.0), timed(1.0 + self._keys.overhead)
+        times = [plain if i < self._chains else tree for i in range(len(gains))]
+        nothing = cost.time(size, size, self.scenario.least_draft_steps)
+        chosen = best_sizes(gains, self._steps, limits, times, nothing)
+        return chosen.which, chosen.nodes
+
+
 def simulate(scenario: Simulation, progress: Callable[[str], object] = str) -> list[Result]:
     """Run every policy. progress is told the name of each before it starts."""
     requests = arrivals(scenario)
@@ -345,6 +452,12 @@ def simulate(scenario: Simulation, progress: Callable[[str], object] = str) -> l
         tried[-1].details["table"] = table
     results.append(max(tried, key=lambda result: result.tokens_per_second))
     results.append(serve(CONTROLLER, None))
+    if scenario.tree is not None:
+        for size in sorted(set(scenario.tree.nodes)):
+            progress(f"tree {size}")
+            results.append(TreeServer(scenario, scenario.tree, f"tree {size}", size).run(requests))
+        progress(NODES)
+        results.append(TreeServer(scenario, scenario.tree, NODES).run(requests))
     return results
 
 
@@ -388,6 +501,19 @@ def verdict(results: Sequence[Result]) -> dict[str, float]:
         "token_time_over_best_static": round(
             waits[CONTROLLER] / min(ms for name, ms in waits.items() if name.startswith("K=")), 4
         ),
+        **_of_trees(rates),
+    }
+
+
+def _of_trees(rates: dict[str, float]) -> dict[str, float]:
+    if NODES not in rates:
+        return {}
+    fixed = max(rate for name, rate in rates.items() if name.startswith("tree "))
+    return {
+        "best_tree_over_none": round(fixed / rates[NONE], 4),
+        "nodes_over_none": round(rates[NODES] / rates[NONE], 4),
+        "nodes_over_chains": round(rates[NODES] / rates[CONTROLLER], 4),
+        "nodes_over_best_tree": round(rates[NODES] / fixed, 4),
     }
 
 
