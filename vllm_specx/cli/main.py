@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from vllm_specx.cli import doctor as doctoring
 from vllm_specx.cli import plan as planning
 from vllm_specx.cli import recipes as listing
 from vllm_specx.cli import serve as serving
@@ -28,6 +29,7 @@ app = typer.Typer(
 app.add_typer(train.app, name="train")
 app.command()(simulating.simulate)
 app.command()(planning.plan)
+app.command()(doctoring.doctor)
 app.command("recipes")(listing.show)
 
 
