@@ -54,7 +54,7 @@ class AutoConfig(ProposerConfig):
 
     proposer: Literal["auto"] = "auto"
     heads: Annotated[str, Field(min_length=1)]
-    """The trained draft's checkpoint: Medusa heads or an EAGLE draft, as it says itself."""
+    """The trained draft's checkpoint: Medusa heads, an EAGLE draft or a draft model, as it says itself."""
     depth: Annotated[int, Field(ge=1, le=16)] = 4
     """Tokens that the trained draft is asked for at most."""
     vocab: Annotated[int, Field(ge=1)] | None = None
@@ -80,6 +80,10 @@ class AutoConfig(ProposerConfig):
         """Of the trained draft, if it is an EAGLE draft."""
         kept = {"heads", "vocab", "cache_tokens", "aux_layers"}
         return EagleConfig(**self.model_dump(include=kept))
+
+    def draft_model(self) -> DraftModelConfig:
+        """Of the trained draft, if it is a language model."""
+        return DraftModelConfig(draft=self.heads, cache_tokens=self.cache_tokens)
 
     @model_validator(mode="after")
     def _parts(self) -> AutoConfig:

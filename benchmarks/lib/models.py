@@ -1,5 +1,6 @@
 """The `model` of a scenario: a path, a hub name, `embedded:NAME`, or `twin:LAYERS`; and of a draft:
-`stock:HEADS` is a checkpoint of ours in the form that vLLM's own `medusa`, `eagle` or `eagle3` loads."""
+`stock:HEADS` is a checkpoint of ours in the form that vLLM's own `medusa`, `eagle` or `eagle3` loads;
+`pruned:LAYERS` and `random` are those of draft_twins.py."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.draft_twins import is_draft
+from benchmarks.draft_twins import make as make_draft
 from benchmarks.lib.errors import BenchError
 from vllm_specx.config import ConfigError
 from vllm_specx.models import embedded
@@ -27,6 +30,8 @@ def resolve(model: str) -> str:
             if not layers.isdecimal():
                 raise BenchError(f"model '{model}': write the number of layers, as in 'twin:170'.")
             return str(make_twin(int(layers)))
+        if is_draft(model):
+            return str(make_draft(model))
         return str(embedded.checkpoint(model)) if embedded.is_embedded(model) else model
     except ConfigError as error:
         raise BenchError(str(error)) from None
@@ -35,6 +40,8 @@ def resolve(model: str) -> str:
 def resolve_draft(speculative: Mapping[str, Any], target: str) -> dict[str, Any]:
     """The speculative config for vLLM; target: what `resolve` said."""
     draft = speculative.get("model")
+    if isinstance(draft, str) and (is_draft(draft) or embedded.is_embedded(draft)):
+        return {**speculative, "model": resolve(draft)}
     if not isinstance(draft, str) or not draft.startswith(STOCK):
         return dict(speculative)
     try:

@@ -9,23 +9,35 @@ import pytest
 
 from tests.support import texts
 from tests.support.engine import Engine, grown, ids
+from tests.support.twins import without_layers
 
 pytestmark = pytest.mark.engine
 HEADS = Path(__file__).parents[2] / "recipes" / "heads"
 SHORT = {"max_tokens": 64, "ignore_eos": True}
 
 
-@pytest.fixture(scope="module", params=["smollm2-135m-hydra", "smollm2-135m-eagle3"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "smollm2-135m-hydra",
+        "smollm2-135m-eagle3",
+        pytest.param("a draft model", marks=pytest.mark.slow),
+    ],
+)
 def auto(
     request: pytest.FixtureRequest, model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("auto")
+    draft = str(HEADS / request.param)
+    if request.param == "a draft model":
+        draft = without_layers(folder / "draft", model, range(25, 28))
     engine = Engine(
-        tmp_path_factory.mktemp("auto") / "log",
+        folder / "log",
         model=model,
         # What pays must not depend on this machine: drafts by the assumed costs, K as configured.
         speculative_config={
             "method": "specx:auto",
-            "model": str(HEADS / request.param),
+            "model": draft,
             "controller": "off",
         },
     )

@@ -81,6 +81,22 @@ def without_layers(folder: Path, source: str, dropped: range) -> str:
     return str(folder)
 
 
+def perturbed(folder: Path, source: str, noise: float = 0.5) -> str:
+    """A copy of a checkpoint whose lm_head is a little different: it agrees with the source now and then.
+
+    noise: of its standard deviation, that of the lm_head being 1.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    random = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        weight = model.lm_head.weight
+        weight += noise * weight.std() * torch.randn(weight.shape, generator=random)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
 def qwen_pair(folder: Path) -> tuple[str, str]:
     """A target that two ranks can share and a draft that they cannot, of one tokenizer.
 

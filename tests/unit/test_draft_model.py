@@ -185,6 +185,36 @@ def test_what_the_target_reads_in_a_step_is_read_with_it(qwen: Model) -> None:
     assert drafted(each, known, tokens_read=400) == wanted(reference, known)
 
 
+def test_a_prompt_is_read_while_the_target_reads_it(qwen: Model) -> None:
+    path, reference = qwen
+    each = drafter(path, keys={"read_tokens": 64})
+    known = {"short": text(20, 1), "long": text(300, 2)}
+    sampled: list[list[int]] = [[7], []]
+    for turn in range(6):
+        drafts = drafted(each, known, sampled=sampled, budgets=[4, 0], reading=[1], tokens_read=100)
+        assert drafts == [wanted(reference, known)[0], []]
+        assert each.missed == set()
+        assert (each.draft_steps < 0) == (turn < 4)
+        known["short"].append(7)
+    known["long"].append(7)
+    assert drafted(each, known, tokens_read=2) == wanted(reference, known)
+
+
+def test_no_prompt_is_read_while_nobody_is_drafted_for(qwen: Model) -> None:
+    path, reference = qwen
+    each = drafter(path)
+    known = {"short": text(20, 1), "long": text(300, 2)}
+    sampled: list[list[int]] = [[7], []]
+    for _ in range(2):
+        drafted(each, known, sampled=sampled, budgets=0, reading=[1])
+        drafted(each, {"long": known["long"]}, sampled=[[]], budgets=0, reading=[0])
+        assert each.cache_use()["used"] == 0
+    drafted(each, known, sampled=sampled, budgets=[4, 0], reading=[1])
+    drafted(each, {"long": known["long"]}, sampled=[[]], budgets=0, reading=[0])
+    assert each.cache_use()["used"] == 2 + 19
+    assert drafted(each, known) == wanted(reference, known)
+
+
 @pytest.mark.parametrize("block", [32, 1024])
 def test_reading_in_blocks(qwen: Model, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_layers, "_BLOCK", block)

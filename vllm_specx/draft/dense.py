@@ -41,7 +41,7 @@ class Dense(nn.Module):
         except (RuntimeError, AttributeError):
             return
         self._packed = packed
-        if not _has_matrix_units():
+        if not has_matrix_units():
             self._wide = weight.detach().float()
 
     @property
@@ -71,7 +71,7 @@ class Dense(nn.Module):
         return functional.linear(x, self.weight[first:].to(x.dtype))
 
 
-def _has_matrix_units() -> bool:
+def has_matrix_units() -> bool:
     """Whether this CPU has AMX, as far as PyTorch can tell."""
     ask = getattr(torch.cpu, "_is_amx_tile_supported", None)
     return ask is None or bool(ask())

@@ -57,7 +57,8 @@ class DraftModelDrafter(CachedDrafter):
 
     sources: what the last step's drafts were drawn from, by request; the others are its likeliest tokens.
 
-    A request that has not been read to its end, or whose pages were needed by others, drafts nothing.
+    A prompt is read while the target reads it, unless nobody is drafted for. A request that has not been
+    read to its end, or whose pages were needed by others, drafts nothing.
     One that is longer than the draft can read, or than the cache, never does.
     """
 
@@ -109,6 +110,7 @@ class DraftModelDrafter(CachedDrafter):
         self.sources: dict[str, Source] = {}
         self._draws: Draws | None = None
         self._seed = seed
+        self._pays = True
         self._sampled: SampledRule | None = None
         if config.probabilistic:
             self._sampled = SampledRule(
@@ -135,12 +137,20 @@ class DraftModelDrafter(CachedDrafter):
         behind: list[tuple[Holder, int]] = []
         keys = context.state_keys
         sizes = context.num_tokens.tolist()
-        for i in np.flatnonzero(context.budgets > 0).tolist():
+        asked = np.flatnonzero(context.budgets > 0).tolist()
+        if any(map(len, context.sampled)):
+            self._pays = bool(asked)
+        along = context.reading if self._pays else ()
+        for i in (*asked, *along):
             if sizes[i] > self._longest:
                 continue
             key = "" if keys is None else keys[i]
             request = self._requests.holder(context.request_ids[i], key)
             if request is None:
+                continue
+            if i in along:
+                if sizes[i] - request.sequence.end >= PAGE:
+                    behind.append((request, i))
                 continue
             if request.sequence.end >= sizes[i]:
                 self._cache.free(request.sequence)
@@ -172,7 +182,8 @@ class DraftModelDrafter(CachedDrafter):
 
     def _work(self, context: DraftContext, request: Holder, i: int, end: int) -> _Work:
         sequence = request.sequence
-        span = Span(sequence, sequence.end, end, drafts=end == int(context.num_tokens[i]))
+        drafts = end == int(context.num_tokens[i]) and bool(context.budgets[i])
+        span = Span(sequence, sequence.end, end, drafts=drafts)
         return _Work(request, i, context.token_ids[context.rows[i]], span)
 
     def _absorb(self, works: list[_Work], depth: int) -> Ahead | None:

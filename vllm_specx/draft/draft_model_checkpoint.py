@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,9 @@ def load_draft_model(
     named = _named(tensors, path, dtype)
     shape = keys.decoder(keys.intermediate_size)
     layers = tuple(
-        read_layer(named, f"model.layers.{n}.", shape, head_norms=keys.model_type == "qwen3")
+        _owned_layer(
+            read_layer(named, f"model.layers.{n}.", shape, head_norms=keys.model_type == "qwen3")
+        )
         for n in range(keys.num_hidden_layers)
     )
     embeddings = named.get("model.embed_tokens.weight", keys.vocab_size, shape.hidden_size)
@@ -84,7 +86,38 @@ def load_draft_model(
     else:
         head = named.get("lm_head.weight", keys.vocab_size, shape.hidden_size)
     named.refuse_the_rest(f"a draft model of {keys.num_hidden_layers} {keys.model_type} layers")
-    return DraftModelWeights(shape, layers, embeddings, norm, head)
+    kept = _owned(embeddings)
+    return DraftModelWeights(
+        shape,
+        layers,
+        kept,
+        _owned(norm),
+        kept if head is embeddings else _owned(head),
+    )
+
+
+def _owned(tensor: torch.Tensor) -> torch.Tensor:
+    """Not as a part of a mapped file, which would stay in memory as a whole, beside what is made of it."""
+    return tensor if tensor.device.type == "meta" else tensor.clone()
+
+
+def _owned_layer(layer: LayerWeights) -> LayerWeights:
+    tensors = {field.name: getattr(layer, field.name) for field in fields(layer)}
+    return LayerWeights(
+        **{name: None if each is None else _owned(each) for name, each in tensors.items()}
+    )
+
+
+def holds_model(path: Path) -> bool:
+    """Whether a folder holds a whole language model, and no draft that hangs on a target's states."""
+    try:
+        names = (
+            {name for file in _files(path) for name in _shapes(file)} if path.is_dir() else set()
+        )
+    except CheckpointError:
+        return False
+    whole = {"model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"} <= names
+    return whole and not any(name.endswith("fc.weight") for name in names)
 
 
 def _keys(path: Path) -> _Keys:

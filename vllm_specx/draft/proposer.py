@@ -60,6 +60,8 @@ class DraftContext:
         and may use each other's. A request without a name shares none; None: all may.
     tokens_read: by the target's forward in this step, of all requests.
     sampling: how the requests sample; None unless drafts may be drawn at random.
+    reading: places of the requests in prefill that will be drafted for; what they have said so far is in
+        token_ids, also what the target has not read yet.
     """
 
     request_ids: Sequence[str]
@@ -80,6 +82,7 @@ class DraftContext:
     state_keys: Sequence[str | None] | None = None
     tokens_read: int = 0
     sampling: SamplingRows | None = None
+    reading: Sequence[int] = ()
 
 
 class Proposer(Protocol):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -54,8 +55,7 @@ def uniforms(seed: int, request: str, position: int, count: int) -> npt.NDArray[
         name = f"{seed}\0{position}\0{block}\0{request}".encode("utf-8", "surrogatepass")
         numbers.append(hashlib.blake2b(name, digest_size=64).digest())
     whole = np.frombuffer(b"".join(numbers), np.uint64)[:count]
-    drawn: npt.NDArray[np.float64] = (whole >> np.uint64(11)) * 2.0**-53
-    return drawn
+    return (whole >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)
 
 
 def candidates(
@@ -102,7 +102,7 @@ class Draws:
             numbers[i] = uniforms(seed, requests[i], positions[i], depth + 1)
         self.explored = rows.drawn & (numbers[:, depth] < _EXPLORED)
         all_ids = np.iinfo(np.int64).max
-        places = {
+        places: dict[str, npt.NDArray[Any]] = {
             "numbers": numbers,
             "temperature": rows.temperatures[:, None],
             "top_k": np.where(rows.top_k > 0, rows.top_k, all_ids)[:, None],
@@ -158,5 +158,5 @@ class Draws:
         return Source(**{name: each[row, :length] for name, each in self._sources.items()})
 
 
-def _moved(places: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+def _moved(places: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(places)).to(device, non_blocking=True)

@@ -8,6 +8,7 @@ from vllm_specx import config
 from vllm_specx.draft.auto import AutoDrafter
 from vllm_specx.draft.medusa import MedusaDrafter
 from vllm_specx.draft.proposer import Proposer, TrainedDrafter
+from vllm_specx.engine.draft_model import draft_model_drafter
 from vllm_specx.engine.eagle import eagle_drafter
 from vllm_specx.engine.heads import medusa_drafter, trained_part
 from vllm_specx.engine.proposers import EngineProposer
@@ -34,6 +35,8 @@ class AutoProposer(EngineProposer):
         trained: TrainedDrafter
         if isinstance(part, config.MedusaConfig):
             trained = medusa_drafter(self.vllm_config, part, target_model, MedusaDrafter)
+        elif isinstance(part, config.DraftModelConfig):
+            trained = draft_model_drafter(self, part, target_model)
         else:
             assert part is not None
             trained = eagle_drafter(self, part, target_model)

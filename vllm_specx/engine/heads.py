@@ -13,6 +13,7 @@ from vllm_specx import config
 from vllm_specx.draft.checkpoint_files import kind_of_checkpoint
 from vllm_specx.draft.checkpoints import CheckpointError, TargetShape, load_heads
 from vllm_specx.draft.draft_model import DraftModelDrafter
+from vllm_specx.draft.draft_model_checkpoint import holds_model
 from vllm_specx.draft.eagle import EagleDrafter
 from vllm_specx.draft.medusa import MedusaDrafter
 from vllm_specx.draft.paced import PacedDrafter
@@ -75,12 +76,23 @@ def medusa_drafter(
     return kind(settings, heads, lm_head=head[:vocab_size], embeddings=embeddings)
 
 
-def trained_part(settings: config.SpecxConfig) -> config.MedusaConfig | config.EagleConfig | None:
+def trained_part(
+    settings: config.SpecxConfig,
+) -> config.MedusaConfig | config.EagleConfig | config.DraftModelConfig | None:
     """The keys of the trained draft, if there is one. Raises CheckpointError."""
     if isinstance(settings, config.AutoConfig):
-        heads = kind_of_checkpoint(local_folder(settings.heads)) == "medusa"
+        folder = local_folder(settings.heads)
+        if holds_model(folder):
+            if other := [
+                key for key in ("vocab", "aux_layers") if getattr(settings, key) is not None
+            ]:
+                raise CheckpointError(
+                    f"{settings.heads} is a draft model, which has no '{other[0]}'; take the key out."
+                )
+            return settings.draft_model()
+        heads = kind_of_checkpoint(folder) == "medusa"
         return settings.medusa() if heads else settings.eagle()
-    if isinstance(settings, config.MedusaConfig | config.EagleConfig):
+    if isinstance(settings, config.MedusaConfig | config.EagleConfig | config.DraftModelConfig):
         return settings
     return None
 

@@ -151,8 +151,11 @@ def build_context(
     most = np.fromiter((k.last_length for k in known), np.int64, size) - num_tokens - 1
     budgets = np.clip(most, 0, scheduler_output.num_spec_tokens_to_schedule).astype(np.int32)
     plan: DraftPlan | None = getattr(scheduler_output, PLAN, None)
+    reading: list[int] = []
     for i, sampled in enumerate(sampled_token_ids):
         if not sampled:
+            if budgets[i]:
+                reading.append(i)
             budgets[i] = 0
         elif plan is not None:
             budgets[i] = min(budgets[i], plan.limits.get(request_ids[i], budgets[i]))
@@ -183,6 +186,7 @@ def build_context(
         state_keys=[k.state_key for k in known],
         tokens_read=scheduler_output.total_num_scheduled_tokens,
         sampling=drafter.sampling([k.state.sampling_params for k in known]),
+        reading=reading,
     )
 
 
