@@ -134,18 +134,17 @@ def _check_draft(vllm_config: Any, settings: config.SpecxConfig) -> None:
     """A draft that does not fit is refused here, before the target is loaded."""
     if isinstance(settings, config.NgramConfig | config.StockConfig):
         return
-    if isinstance(settings, config.DraftModelConfig):
-        from vllm_specx.engine.draft_model import read_draft_model
-
-        read_draft_model(settings, vllm_config.model_config, values=False)
-        return
     from vllm_specx.draft.checkpoints import load_heads
+    from vllm_specx.engine.draft_model import read_draft_model
     from vllm_specx.engine.eagle import read_draft, target_shape
     from vllm_specx.engine.heads import local_folder, trained_part
 
     model = vllm_config.model_config
-    shape = target_shape(model, model.dtype)
     part = trained_part(settings)
+    if isinstance(part, config.DraftModelConfig):
+        read_draft_model(part, model, values=False)
+        return
+    shape = target_shape(model, model.dtype)
     if isinstance(part, config.MedusaConfig):
         load_heads(local_folder(part.heads), shape)
     elif part is not None and (layers := read_draft(part, shape).aux_layers):
