@@ -13,8 +13,8 @@ from tests.support.twins import qwen_pair, tokenizer, twin
 from vllm_specx import recipes
 from vllm_specx.cli import main
 from vllm_specx.doctor import Finding, check, errors, machine
-from vllm_specx.doctor.pairing import possible_ranks
 from vllm_specx.plan.facts import read_facts
+from vllm_specx.plan.parallel import possible_ranks
 from vllm_specx.recipes import Recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"

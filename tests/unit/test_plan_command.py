@@ -67,6 +67,7 @@ def test_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ([RECIPE, "--step-ms", "1:5"], "needs the time of a step without drafts"),
         ([RECIPE, "--plot", "/no/such/folder/x.png"], "there is no folder"),
         ([RECIPE, "--plot", "x.jpeg2"], "must name a file that ends in"),
+        (["smollm2-135m-eagle3", "--count", "2"], "do not divide; plan for 1, 3 GPUs."),
         (["ngram-any"], "names no model; set MODEL"),
     ],
 )

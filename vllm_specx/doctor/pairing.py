@@ -13,10 +13,9 @@ from vllm_specx.doctor.finding import Finding
 from vllm_specx.plan.drafts import NONE, Draft
 from vllm_specx.plan.facts import ModelFacts
 from vllm_specx.plan.pairing import Pairing, pairing
+from vllm_specx.plan.parallel import possible_ranks, refusal, undivided
 from vllm_specx.recipes.schema import Recipe
 
-RANKS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
-"""Tensor-parallel sizes that are proposed."""
 LARGE_DRAFT = 0.3
 """Of what a plain step reads: above it a draft step costs more than it usually brings."""
 
@@ -90,35 +89,10 @@ def _facts(seen: Pairing, found: list[Finding], *, of_target: bool) -> ModelFact
     return facts
 
 
-def possible_ranks(facts: ModelFacts) -> list[int]:
-    """The tensor-parallel sizes of RANKS that the model's heads and MLP divide by."""
-    return [n for n in RANKS if not _undivided(facts, n)]
-
-
-def _undivided(facts: ModelFacts, ranks: int) -> list[str]:
-    """What does not divide, as vLLM asks for it (vllm/config/model.py, models/llama.py)."""
-    wrong = []
-    if facts.heads % ranks:
-        wrong.append(f"its {facts.heads} attention heads")
-    if facts.kv_heads % ranks and ranks % facts.kv_heads:
-        wrong.append(f"its {facts.kv_heads} key-value heads")
-    if facts.intermediate % ranks:
-        wrong.append(f"its MLP of {facts.intermediate}")
-    return wrong
-
-
 def _ranks(facts: ModelFacts, ranks: int, flag: str, name: str) -> list[Finding]:
-    wrong = _undivided(facts, ranks)
-    listed = ", ".join(map(str, possible_ranks(facts)))
-    if wrong:
-        return [
-            Finding(
-                "error",
-                "tensor parallelism",
-                f"{name} cannot be shared by {ranks} ranks, by which {' and '.join(wrong)} do not divide",
-                f"set {flag} to one of {listed}",
-            )
-        ]
+    if (refused := refusal(facts, ranks, name)) is not None:
+        listed = ", ".join(map(str, possible_ranks(facts)))
+        return [Finding("error", "tensor parallelism", refused, f"set {flag} to one of {listed}")]
     group = None if facts.quantization is None else facts.quantization.group
     if group and facts.intermediate // ranks % group:
         return [
@@ -221,7 +195,7 @@ def _draft_model(looked: _Looked, target: ModelFacts, model: ModelFacts) -> list
     else:
         found += _cost(seen, target, model)
     if seen.own:
-        if _undivided(model, seen.ranks):
+        if undivided(model, seen.ranks):
             found.append(
                 Finding(
                     "note",

@@ -14,6 +14,7 @@ from vllm_specx.plan.facts import ModelFacts
 from vllm_specx.plan.formula import memory_bound_step
 from vllm_specx.plan.memory import Budget, budget
 from vllm_specx.plan.pairing import Pairing
+from vllm_specx.plan.parallel import possible_ranks, refusal
 from vllm_specx.plan.speed import Speed, speed
 
 GPU = "A100-80GB"
@@ -29,6 +30,8 @@ ACCEPTANCE = {
 }
 """By the recipe's scenario: the middle of what is published for it, of no draft in particular."""
 UNKNOWN = 0.70
+AUTO_DEPTH = 4
+"""config.AutoConfig.depth: tokens that the trained draft of specx:auto is asked for."""
 LARGE = 70 * 2**30
 
 
@@ -80,6 +83,9 @@ class Plan:
 def plan(pairing: Pairing, asked: Asked, *, download: bool = True) -> Plan:
     """Raises ConfigError: one sentence."""
     target = pairing.target(download=download)
+    if (refused := refusal(target, pairing.ranks)) is not None:
+        listed = ", ".join(map(str, possible_ranks(target)))
+        raise ConfigError(f"{refused}; plan for {listed} GPUs.")
     name, notes = _gpu(pairing, asked.gpu)
     gpu = gpus.GPUS[name]
     large = gpu.memory >= LARGE and not name.startswith("A100")
@@ -162,6 +168,9 @@ def _acceptance(pairing: Pairing, draft: Draft, asked: Asked) -> tuple[tuple[flo
 def _most(pairing: Pairing, draft: Draft) -> int:
     if pairing.kind == "none":
         return 0
+    if pairing.kind == "auto":
+        depth = pairing.key("depth")
+        return depth if isinstance(depth, int) else AUTO_DEPTH
     limit = MOST_SHOWN if pairing.k is None else max(MOST_SHOWN, min(pairing.k, 16))
     return limit if draft.most is None else min(limit, draft.most)
 
