@@ -79,7 +79,7 @@ def validated(
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        known = list(model.model_fields) if keys is None else keys
+        known = _keys(error, model) if keys is None else keys
         raise ConfigError(f"{path}: {_sentence(error, kind, known)}") from None
 
 
@@ -117,6 +117,17 @@ def strange(data: Any) -> str | None:
 
 def _surrogates(text: str) -> bool:
     return any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _keys(error: ValidationError, model: type[BaseModel]) -> list[str]:
+    """Those of the part of `model` in which the error lies."""
+    owner = model
+    for part in error.errors()[0]["loc"][:-1]:
+        inner = owner.model_fields[str(part)].annotation if part in owner.model_fields else None
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            break
+        owner = inner
+    return list(owner.model_fields)
 
 
 def _sentence(error: ValidationError, kind: str, keys: Sequence[str]) -> str:

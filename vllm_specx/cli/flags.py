@@ -46,6 +46,21 @@ def value_of(name: str, arguments: Sequence[str]) -> str | None:
     return value
 
 
+def read(arguments: Sequence[str]) -> dict[str, Any]:
+    """The flags that `arguments` set, as a recipe writes them; of several values the first."""
+    found: dict[str, Any] = {}
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        if (name := name_of(argument)) is None:
+            continue
+        if "=" in argument:
+            found[name] = _parse(argument.split("=", 1)[1])
+        elif name_of(following) is not None or following == "--":
+            found[name] = not argument.startswith("--no-")
+        else:
+            found[name] = _parse(following)
+    return found
+
+
 def merge(flags: Mapping[str, Any], extra: Sequence[str]) -> list[str]:
     """Arguments for `flags`, without those that `extra` sets, followed by `extra`.
 

@@ -9,11 +9,13 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_specx import documents, recipes
+from pydantic import ValidationError
+
+from vllm_specx import doctor, documents, recipes
 from vllm_specx.cli import flags as flag
 from vllm_specx.cli import network
 from vllm_specx.config import ConfigError
@@ -22,8 +24,22 @@ from vllm_specx.messages import clipped
 from vllm_specx.models import embedded
 from vllm_specx.setup import cpu
 
+KEYS = {
+    "target": "'model'",
+    "draft": "'speculation.model'",
+    "checkpoint": "'speculation.model'",
+    "tokenizer": "'speculation.model'",
+    "vocabulary": "'speculation.model'",
+    "tensor parallelism": "'serve.tensor-parallel-size'",
+    "draft ranks": "'speculation.draft_tensor_parallel_size'",
+    "context": "'serve.max-model-len'",
+    "pipeline": "'serve.pipeline-parallel-size'",
+}
+"""Of a recipe, by what the doctor looks at."""
 HUB_NAME = re.compile(r"^[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?$", re.ASCII)
-SECRETS = ("api-key", "hf-token")
+DRAFT_KEYS = ("model", "heads", "draft")
+"""Where a draft is named in a speculative configuration."""
+DRAFT_FLAGS = {"speculative-config", *(f"speculative-config.{key}" for key in DRAFT_KEYS)}
 
 
 @dataclass(frozen=True)
@@ -90,7 +106,9 @@ def prepare(
             raise ConfigError(f"'serve.{key}' in {path} is {flags[key]!r}; it must be one value.")
     if chosen.speculation is not None:
         written = chosen.speculation.flag(chosen.controller)
-        flags["speculative-config"] = with_draft(written, path, model)
+        if not DRAFT_FLAGS & {flag.name_of(argument) for argument in extra}:
+            written = with_draft(written, path, model)
+        flags["speculative-config"] = written
     if environ.get("MODEL") and model != chosen.model:
         flags.pop("served-model-name", None)
     if "served-model-name" not in flags and embedded.is_embedded(model):
@@ -106,9 +124,38 @@ def prepare(
             notes.append(f"{missing}; serving uncompiled (--enforce-eager), several times slower.")
     arguments = flag.merge(flags, extra)
     check_speculation(arguments)
+    notes += _examined(chosen, path, model, arguments)
     notes += _check_listening(arguments, environ, starting=starting)
     program = vllm_program()
     return Command([program, "serve", resolve(model, path), *arguments], env, notes)
+
+
+def _examined(
+    recipe: recipes.Recipe, path: Path, model: str, arguments: Sequence[str]
+) -> list[str]:
+    """The doctor's warnings on what will be served. Raises ConfigError for what cannot work."""
+    given = flag.read(arguments)
+    speculation = given.pop("speculative-config", None)
+    try:
+        served = recipe.model_copy(
+            update={
+                "model": model,
+                "serve": given,
+                "controller": None,
+                "speculation": speculation and recipes.Speculation.model_validate(speculation),
+            }
+        )
+    except ValidationError:
+        return []  # written for a method of vLLM's, which judges it
+    findings = doctor.check(served, (path.absolute().parent, Path.cwd()))
+    if wrong := doctor.errors(findings):
+        first = wrong[0]
+        if first.topic == "checkpoint" and not first.fix:
+            first = replace(first, fix="use a draft that was trained for this target")
+        key = KEYS.get(first.topic)
+        more = f" There are {len(wrong) - 1} more: vllm-specx doctor." if len(wrong) > 1 else ""
+        raise ConfigError(f"{path}: {f'{key}: ' if key else ''}{first.sentence}{more}")
+    return [finding.sentence for finding in findings if finding.severity == "warning"]
 
 
 def check_speculation(arguments: Sequence[str]) -> None:
@@ -161,7 +208,7 @@ def with_draft(speculation: Mapping[str, Any], recipe: Path, target: str) -> dic
     """A recipe's speculation with the draft's path, which may be relative to the recipe, made absolute;
     hub names stay. Raises ConfigError."""
     found = dict(speculation)
-    given = [key for key in ("model", "heads", "draft") if isinstance(found.get(key), str)]
+    given = [key for key in DRAFT_KEYS if isinstance(found.get(key), str)]
     method = str(found.get("method"))
     ours = method.startswith(PREFIX)
     if len(given) != 1 or (ours and proposer_of(method) not in MODEL_KEY):

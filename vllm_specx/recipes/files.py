@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import sysconfig
 from pathlib import Path
 from typing import Any
 
 import vllm_specx
 from vllm_specx import documents
-from vllm_specx.config import ConfigError, nearest
+from vllm_specx.config import ConfigError
 from vllm_specx.messages import clipped
 from vllm_specx.recipes.schema import Recipe
 
@@ -40,10 +41,14 @@ def find(recipe: str) -> Path:
         if named is not None:
             return named
     shown = f"'{clipped(recipe)}'"
-    if "/" in recipe or recipe.endswith(SUFFIXES):
-        near = nearest(Path(recipe).stem, names())
-        raise ConfigError(f"there is no recipe file {shown}; {near}")
-    raise ConfigError(f"there is no recipe {shown}; {nearest(recipe, names())}")
+    is_path = "/" in recipe or recipe.endswith(SUFFIXES)
+    close = difflib.get_close_matches(Path(recipe).stem if is_path else recipe, names(), n=1)
+    near = (
+        f"did you mean '{close[0]}'?"
+        if close
+        else "`vllm-specx recipes` lists those that there are."
+    )
+    raise ConfigError(f"there is no recipe {'file ' if is_path else ''}{shown}; {near}")
 
 
 def load(path: Path) -> Recipe:

@@ -1,0 +1,211 @@
+"""Every recipe boots: its own flags through vLLM's parser and engine on the CPU, with tiny twins of its
+models (tests/support/recipe_twins.py), say at T=0 what the target says without speculation."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import recipe_twins as twins
+from tests.support.engine import Engine, grown, ids
+from vllm_specx import recipes
+from vllm_specx.cli import flags
+from vllm_specx.cli.serve import prepare
+from vllm_specx.models import embedded
+
+pytestmark = pytest.mark.engine
+
+ON_THE_CPU: dict[str, tuple[str | bool | None, str]] = {
+    "quantization": (None, "FP8 wants a GPU"),
+    "gpu-memory-utilization": (None, "the twins' cache has a size in bytes"),
+    "dtype": ("float32", "tokens are compared"),
+    "max-model-len": ("256", "twins on a small machine"),
+    "enforce-eager": (True, "compiling takes minutes"),
+    "skip-tokenizer-init": (True, "the twins' tokens are numbers"),
+}
+"""Flags of the recipes that the CPU run leaves out or has otherwise, and why; the parser reads all."""
+OF_THE_SERVER = ("host", "port", "served-model-name")
+ASKED: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True, "detokenize": False}
+FAST = "qwen2.5-7b-eagle"
+
+
+@functools.cache
+def loaded(name: str) -> recipes.Recipe:
+    return recipes.load(recipes.find(name))
+
+
+NAMES = [name for name in recipes.names() if name != "ngram-any"]
+GPUS = [
+    (name, n)
+    for name in NAMES
+    for n in sorted({loaded(name).tensor_parallel_size, *loaded(name).gpus})
+]
+BOOTS = [(name, n) for name, n in GPUS if n in (1, 2)]
+
+
+def rendered(name: str, gpus: int, *extra: str) -> list[str]:
+    """Arguments after `vllm serve`."""
+    model = {"MODEL": "org/any"} if name == "ngram-any" else {}
+    return prepare(name, extra, model, starting=False, gpus=gpus).argv[2:]
+
+
+@functools.cache
+def parser() -> Any:
+    from vllm_specx.engine.serve_flags import parser
+
+    return parser()
+
+
+def parsed(argv: list[str]) -> dict[str, Any]:
+    """What vLLM's own parser and `EngineArgs` make of a command line."""
+    from vllm import EngineArgs
+
+    args = parser().parse_args(argv)
+    args.model = args.model_tag or args.model
+    return vars(EngineArgs.from_cli_args(args))
+
+
+def engine_arguments(argv: list[str]) -> dict[str, Any]:
+    """The same without vLLM's defaults."""
+    defaults = parsed([])
+    return {name: value for name, value in parsed(argv).items() if value != defaults[name]}
+
+
+@pytest.mark.parametrize(("name", "gpus"), [*GPUS, ("ngram-any", 1)])
+def test_vllms_parser_reads_it(name: str, gpus: int) -> None:
+    recipe = recipes.load(recipes.find(name)).on_gpus(gpus)
+    extra = []
+    if recipe.speculation and str(recipe.speculation.model).startswith("heads/"):
+        extra = ["--speculative-config.model", "org/heads"]  # some are trained by the user
+    read = parsed(rendered(name, gpus, *extra))
+    assert read["tensor_parallel_size"] == recipe.tensor_parallel_size <= gpus
+    for flag, value in recipe.serve.items():
+        if flag not in OF_THE_SERVER and flag != "tensor-parallel-size":
+            assert read[flag.replace("-", "_")] == value
+    if recipe.speculation is not None:
+        assert read["speculative_config"]["method"] == recipe.speculation.method
+
+
+@pytest.mark.parametrize(("name", "gpus"), GPUS)
+def test_heads_divide_by_the_ranks(name: str, gpus: int) -> None:
+    recipe = loaded(name).on_gpus(gpus)
+    shared = [recipe.model]
+    if recipe.speculation and not recipe.speculation.is_ours:
+        shared.append(recipe.speculation.model)
+    for model in shared:
+        config = twins.described(str(model))["config"]
+        groups = config["num_key_value_heads"]
+        assert config["num_attention_heads"] % recipe.tensor_parallel_size == 0
+        assert groups % gpus == 0 or gpus % groups == 0
+
+
+class Twins:
+    """Checkpoints by hub name, and what the targets say without speculation; made when asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.target = functools.cache(self._target)
+        self.draft = functools.cache(self._draft)
+        self.says = functools.cache(self._says)
+
+    def _target(self, name: str) -> str:
+        if embedded.is_embedded(name):
+            return str(embedded.checkpoint(name))
+        return twins.model_twin(self.folder / name, name)
+
+    def _draft(self, method: str, name: str, of: str) -> str | None:
+        """None: the recipe's own is there."""
+        folder = self.folder / of / name
+        if embedded.is_embedded(of):
+            return None
+        if "draft_model" in method:
+            return twins.model_twin(folder, name, often_wrong=True)
+        if "medusa" in method:
+            return twins.medusa_twin(folder, self.target(of))
+        return twins.eagle_twin(folder, name, self.target(of))
+
+    def _says(self, target: str) -> list[list[int]]:
+        engine = Engine(self.folder / "log", model=self.target(target), **PLAIN)
+        try:
+            return ids(engine.tokens(twins.PROMPTS, **ASKED))
+        finally:
+            engine.close()
+
+
+PLAIN = {"max_model_len": 256, "skip_tokenizer_init": True}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Twins]:
+    import shutil
+
+    folder = tmp_path_factory.mktemp("twins")
+    yield Twins(folder)
+    shutil.rmtree(folder)
+
+
+def boot(name: str, ranks: int, made: Twins, log: Path) -> tuple[list[list[int]], int, int]:
+    """Start the recipe; (what it says, drafted tokens, accepted ones)."""
+    recipe = loaded(name).on_gpus(ranks)
+    target = str(recipe.model)
+    extra = []
+    if recipe.speculation and recipe.speculation.model:
+        draft = made.draft(recipe.speculation.method, recipe.speculation.model, target)
+        extra = ["--speculative-config.model", draft] if draft else []
+    for flag, (value, _) in ON_THE_CPU.items():
+        match value:
+            case True:
+                extra.append(f"--{flag}")
+            case str():
+                extra += [f"--{flag}", value]
+    command = prepare(name, extra, {"MODEL": made.target(target)}, starting=False, gpus=ranks)
+    arguments = engine_arguments(command.argv[2:])
+    for flag, (value, _) in ON_THE_CPU.items():
+        if value is None:
+            arguments.pop(flag.replace("-", "_"), None)
+    assert arguments.get("tensor_parallel_size", 1) == ranks
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if ranks == 2 else {}
+    engine = Engine(log, env=env, **arguments)
+    try:
+        before = engine.counters()
+        said = ids(engine.tokens(twins.PROMPTS, **ASKED))
+        after = engine.counters()
+        counted = [
+            grown(before, after, f"spec_decode_num_{kind}_tokens") for kind in ("draft", "accepted")
+        ]
+        return said, counted[0], counted[1]
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("name", "ranks"), BOOTS)
+def test_it_boots(name: str, ranks: int, made: Twins, tmp_path: Path) -> None:
+    said, drafted, accepted = boot(name, ranks, made, tmp_path / "log")
+    print(f"\nBOOT {json.dumps([name, ranks, drafted, accepted])}")
+    assert said == made.says(str(loaded(name).model))
+    assert all(len(tokens) == 16 for tokens in said)
+    if loaded(name).speculation is None:
+        assert drafted == 0
+
+
+@pytest.mark.timeout(300)
+def test_one_recipe_boots(made: Twins, tmp_path: Path) -> None:
+    """The fast one of test_it_boots, and its twin says what it was made to say."""
+    said, drafted, accepted = boot(FAST, 1, made, tmp_path / "log")
+    print(f"\nBOOT {json.dumps([FAST, 1, drafted, accepted])}")
+    assert said == made.says(str(loaded(FAST).model))
+    assert said[1][:3] == [twins.PROMPTS[1][-1] + n for n in (1, 2, 3)]
+
+
+def test_the_table_names_flags_that_there_are() -> None:
+    from vllm_specx.recipes.flags import TABLE
+
+    assert set(ON_THE_CPU) <= set(TABLE)
+    assert all(flags.name_of(f"--{flag}") == flag for flag in ON_THE_CPU)
