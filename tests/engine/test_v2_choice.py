@@ -14,14 +14,15 @@ from tests.support.eagle import random_eagle
 from vllm_specx import config
 from vllm_specx.config import ConfigError
 from vllm_specx.draft.checkpoints import TargetShape, load_heads
+from vllm_specx.draft.medusa_device import DeviceHeads
 from vllm_specx.draft.proposer import DraftContext
 from vllm_specx.engine.translate import CLASSES
 from vllm_specx.engine.v2 import choice, seams
-from vllm_specx.engine.v2.medusa import DeviceHeads
 from vllm_specx.models.embedded import checkpoint
 
 HEADS = {"proposer": "medusa", "heads": "HEADS"}
 RECIPES = Path(__file__).parents[2] / "recipes" / "heads"
+MEDUSA, EAGLE_3 = (str(RECIPES / f"smollm2-135m-{kind}") for kind in ("medusa", "eagle3"))
 ASKED = "VLLM_USE_V2_MODEL_RUNNER"
 
 
@@ -29,7 +30,7 @@ def configured(specx: dict[str, Any] | None, model: str | None = None) -> Any:
     named = None if specx is None else CLASSES.get(specx["proposer"])
     return SimpleNamespace(
         additional_config={} if specx is None else {"specx": specx},
-        speculative_config=SimpleNamespace(model=model or named),
+        speculative_config=SimpleNamespace(model=model or named, method="custom_class"),
         parallel_config=SimpleNamespace(prefill_context_parallel_size=1),
     )
 
@@ -48,11 +49,13 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ({**HEADS, "topology": "tree"}, "v1", "drafts trees"),
         ({**HEADS, "min_probability": 0.3}, "v1", "min_probability"),
         ({**HEADS, "min_probability": 0.0}, "v2", None),
-        ({"proposer": "ngram"}, "v1", "the pool that requests share"),
+        ({"proposer": "ngram"}, "v2", None),
+        ({"proposer": "ngram", "min_probability": 0.3}, "v1", "min_probability"),
         ({"proposer": "ngram", "pool": "off"}, "v2", None),
         ({"proposer": "ngram", "runner": "v2"}, "v2", None),
         ({"proposer": "eagle", "heads": "HEADS"}, "v1", "vLLM's own eagle3 only"),
-        ({"proposer": "auto", "heads": "HEADS"}, "v1", "is not there yet"),
+        ({"proposer": "auto", "heads": MEDUSA}, "v2", None),
+        ({"proposer": "auto", "heads": EAGLE_3}, "v1", "vLLM's own eagle3 only"),
         ({"proposer": "draft_model", "draft": "DRAFT"}, "v1", "is not there yet"),
     ],
 )
@@ -131,9 +134,10 @@ def asking(specx: dict[str, Any]) -> Any:
         additional_config={"specx": specx, "other": 1},
         speculative_config={
             "method": "custom_class",
-            "model": CLASSES["eagle"],
+            "model": CLASSES[specx["proposer"]],
             "num_speculative_tokens": 3,
         },
+        max_num_seqs=8,
     )
 
 
@@ -156,15 +160,58 @@ def eagle_3(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_eagle_3_is_given_to_vllm(with_triton: None, eagle_3: dict[str, Any]) -> None:
     arguments = asking({**eagle_3, "controller": {"k_max": 2}})
     seams.check(arguments)
+    table = arguments.speculative_config.pop(seams.TABLE)
     assert arguments.speculative_config == {
         "method": "eagle3",
         "model": eagle_3["heads"],
         "num_speculative_tokens": 3,
     }
+    assert {k for _, _, k in table} == {0, 1, 2}
     own = arguments.additional_config["specx"]
     assert own == {"proposer": "stock", "controller": {"k_max": 2}}
     assert config.parse(own).controller.k_max == 2
     assert arguments.additional_config["other"] == 1
+
+
+def test_eagle_3_is_given_to_vllm_with_ngrams_beside_it(
+    with_triton: None, eagle_3: dict[str, Any]
+) -> None:
+    arguments = asking({**eagle_3, "proposer": "auto", "depth": 2, "pool": "off"})
+    seams.check(arguments)
+    assert arguments.speculative_config["method"] == "eagle3"
+    vllm_config = SimpleNamespace(
+        additional_config=arguments.additional_config,
+        speculative_config=SimpleNamespace(method="eagle3", model=eagle_3["heads"]),
+    )
+    settings = choice.settings_if_ours(vllm_config)
+    assert isinstance(settings, config.AutoConfig)
+    assert settings.depth == 2 and not settings.pool.enabled
+    assert choice.runner_of(vllm_config) == "v2" and seams.ours(vllm_config)
+    assert seams.scheduler_of(vllm_config, "SpecxAsyncScheduler").endswith("SpecxV2AsyncScheduler")
+
+
+@pytest.mark.parametrize(
+    ("specx", "expected"),
+    [
+        ({"proposer": "ngram", "runner": "v2"}, True),
+        ({"proposer": "ngram", "runner": "v1"}, False),
+        ({"proposer": "ngram", "runner": "v2", "controller": "off"}, False),
+        ({"proposer": "auto", "heads": MEDUSA, "runner": "v2"}, True),
+    ],
+)
+def test_vllm_is_told_which_k_to_capture_on_v2_only(
+    with_triton: None, specx: dict[str, Any], expected: bool
+) -> None:
+    arguments = asking(specx)
+    seams.check(arguments)
+    assert (seams.TABLE in arguments.speculative_config) == expected
+
+
+def test_a_table_of_the_users_own_stays(with_triton: None) -> None:
+    arguments = asking({"proposer": "ngram", "runner": "v2"})
+    arguments.speculative_config[seams.TABLE] = [(1, 8, 2)]
+    seams.check(arguments)
+    assert arguments.speculative_config[seams.TABLE] == [(1, 8, 2)]
 
 
 def test_eagle_3_stays_ours_on_v1(with_triton: None, eagle_3: dict[str, Any]) -> None:

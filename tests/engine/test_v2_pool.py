@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.support.v1_ngram import DRAFT, V1
@@ -80,7 +80,7 @@ texts_of = st.lists(st.integers(0, 3), min_size=0, max_size=30)
 owners_of = st.sampled_from([NOBODY, MINE, YOURS])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     requests=st.lists(st.tuples(owners_of, texts_of, texts_of), min_size=1, max_size=6),
     asking=st.tuples(owners_of, texts_of),
@@ -160,26 +160,25 @@ def test_a_draft_ends_with_its_document(kernels: Any) -> None:
 def test_memory_is_what_it_was_and_the_oldest_is_forgotten(kernels: Any) -> None:
     both = Both(kernels, 64, [2], 4)
     bytes_before = both.pools[0].bytes
-    for first in range(0, 48, 8):
-        both.write(0, MINE, [], list(range(first, first + 8)))
-        both.end(0)
-    assert both.pools[0].bytes == bytes_before
-    for first in range(0, 40, 8):
-        both.write(0, MINE, [], list(range(first, first + 8)))
-        both.end(0)
+    oldest, newest = list(range(40, 48)), list(range(30, 38))
     both.write(1, MINE, [41, 42], [])
-    both.write(2, MINE, [33, 34], [])
+    both.write(2, MINE, [31, 32], [])
+    both.write(0, MINE, [], oldest)
+    both.end(0)
     drafts, _ = both.look_up([1, 2], 2)
-    assert drafts == [[43, 44], [35, 36]]
+    assert drafts == [[43, 44], [-7, -7]]
     for _ in range(3):
         both.write(0, MINE, [], list(range(16)))
         both.end(0)
-    drafts, _ = both.look_up([1], 2)
-    assert drafts == [[-7, -7]]
+    both.write(0, MINE, [], newest)
+    both.end(0)
+    assert both.pools[0].bytes == bytes_before
+    drafts, _ = both.look_up([1, 2], 2)
+    assert drafts == [[-7, -7], [33, 34]]
     assert BARRIER in both.pools[0].tokens
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     order=st.permutations(range(VOCAB)),
     cut=st.integers(8, 30),

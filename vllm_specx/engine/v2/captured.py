@@ -8,8 +8,10 @@ follows it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import log
 from typing import Any
 
 from vllm_specx.control.settings import ControllerConfig
@@ -52,7 +54,7 @@ def table_of(ks: Sequence[int], max_num_seqs: int | None) -> Table:
 
 def nearest(ks: Sequence[int], k: int) -> int:
     """The K of ks that is nearest to k by ratio; k itself if ks is empty."""
-    return min(ks, key=lambda each: (abs((1 + each) / (1 + k) - 1), -each), default=k)
+    return min(ks, key=lambda each: (abs(log((1 + each) / (1 + k))), -each), default=k)
 
 
 @contextmanager
@@ -66,3 +68,22 @@ def cut_to(speculative_config: Any, depth: int) -> Iterator[None]:
         yield
     finally:
         speculative_config.num_speculative_tokens_per_batch_size = table
+
+
+def complete_candidates(original: Callable[..., None], manager: Any) -> None:
+    """CudaGraphManager._init_candidates: where graphs of several K are captured, vLLM looks for a batch's
+    graph among those of the next larger number of tokens only, of whichever K they are. We add to each
+    number of tokens the next larger graph of every K. Can go when vLLM does."""
+    original(manager)
+    from vllm.config.compilation import CUDAGraphMode
+
+    ladders: dict[tuple[int, int, int], list[Any]] = {}
+    for desc in reversed(manager._capture_descs.get(CUDAGraphMode.FULL, ())):
+        if desc.uniform_token_count is not None:
+            kind = (desc.num_active_loras, desc.uniform_token_count, desc.num_ubatches)
+            ladders.setdefault(kind, []).append(desc)
+    for (tokens, loras), candidates in manager._candidates.items():
+        for kind, ladder in ladders.items():
+            at = bisect_left(ladder, tokens, key=lambda desc: desc.num_tokens)
+            if kind[0] == loras and at < len(ladder) and ladder[at] not in candidates:
+                candidates.insert(0, ladder[at])

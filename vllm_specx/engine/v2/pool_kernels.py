@@ -151,8 +151,8 @@ def _look_up_kernel(  # type: ignore[no-untyped-def]
                     best = match
                     best_place = place
     ahead = tl.arange(0, K)
-    wanted = (ahead < k) & (best_place > 0)
-    inside = wanted & (best_place + ahead < end)
+    wanted = ahead < tl.where(best_place > 0, k, 0)
+    inside = ahead < tl.where(best_place > 0, tl.minimum(end - best_place, k), 0)
     token = tl.load(ring_ptr + ((best_place + ahead) & (size - 1)), mask=inside, other=_BARRIER)
     stop = tl.min(tl.where(token == _BARRIER, ahead, K), axis=0)
     known = (ahead < stop) & (token >= 0) & (token < vocab_size)

@@ -29,8 +29,9 @@ def install_entry_seams() -> None:
 
 def install_runner_seams() -> None:
     """In a worker whose runner is V2. model_runner has imported the function by its name."""
-    from vllm.v1.worker.gpu import model_runner
+    from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 
+    wrap(cudagraph_utils.CudaGraphManager, "_init_candidates", captured.complete_candidates)
     wrap(model_runner, "init_speculator", _init_speculator)
     wrap(model_runner.GPUModelRunner, "add_requests", _add_requests)
     wrap(model_runner.GPUModelRunner, "finish_requests", _finish_requests)
