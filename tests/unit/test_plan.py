@@ -341,3 +341,20 @@ def test_figures_on_the_command_line() -> None:
     with pytest.raises(ConfigError, match="at most 32768 tokens"):
         planner.plan(draft_of("specx:draft_model"), long)
     assert Use().ranks == 1
+
+
+def test_what_specx_auto_drafts_with(tmp_path: Path) -> None:
+    heads = RECIPES / "heads"
+    assert drafts.kind_of(str(heads / "smollm2-135m-eagle3")) == "eagle"
+    assert drafts.kind_of("heads/smollm2-135m-hydra", (RECIPES,)) == "medusa"
+    assert drafts.kind_of(str(heads / "smollm2-135m-medusa")) == "medusa"
+    assert drafts.kind_of(twin(tmp_path, "llama")) == "model"
+    assert drafts.kind_of("Qwen/Qwen2.5-0.5B-Instruct") == "model"
+    assert drafts.kind_of("yuhuili/EAGLE-LLaMA3-Instruct-8B") == "eagle"
+    seen = recipe(
+        model="Qwen/Qwen2.5-72B-Instruct",
+        speculation={"method": "specx:auto", "model": "Qwen/Qwen2.5-0.5B-Instruct"},
+    )
+    found = planner.plan(seen, planner.Asked(gpu="H200"))
+    assert found.speed.rows[-1].k == 4, "as many as the trained draft is asked for"
+    assert found.draft.kind == "model"

@@ -58,7 +58,7 @@ def _draft_model(path: Path, name: str) -> Finding:
 
 
 def _heads(pairing: Pairing, path: Path, name: str, shape: TargetShape) -> Finding:
-    kind = kind_of_checkpoint(path) if pairing.kind == "auto" else pairing.kind
+    kind = kind_of_checkpoint(path) if pairing.auto else pairing.kind
     if kind == "medusa":
         heads = load_heads(path, shape)
         return Finding("ok", TOPIC, f"{name}: {heads.depth} heads that fit the target")

@@ -45,12 +45,12 @@ def check(recipe: Recipe, folders: Sequence[Path] = ()) -> list[Finding]:
         found += _ranks(target, seen.ranks, "tensor-parallel-size", seen.recipe.model or "")
         found += _length(looked, target)
         found += _quantization(looked, target)
-    if seen.kind in ("model", "eagle", "medusa", "auto"):
+    if seen.kind in ("model", "eagle", "medusa"):
         found += checkpoints.check(seen, target)
         found += _draft_context(looked)
     if seen.kind == "model" and target is not None and model is not None:
         found += _draft_model(looked, target, model)
-    if seen.kind in ("eagle", "auto") and seen.own and seen.stages > 1:
+    if seen.kind == "eagle" and seen.own and seen.stages > 1:
         found.append(
             Finding(
                 "error",
@@ -130,7 +130,7 @@ def _quantization(looked: _Looked, target: ModelFacts) -> list[Finding]:
     if target.quantization is None:
         return []
     method = target.quantization.method
-    if looked.pairing.kind in ("medusa", "eagle", "auto") and looked.pairing.own:
+    if looked.pairing.kind in ("medusa", "eagle") and looked.pairing.own:
         return [
             Finding(
                 "note",

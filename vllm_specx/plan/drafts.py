@@ -201,6 +201,28 @@ def medusa(
     )
 
 
+def kind_of(name: str, folders: Sequence[Path] = ()) -> str:
+    """Of a trained draft: model, medusa or eagle, by its checkpoint, by models.yaml, or by its name."""
+    found = documents.first_there(name, (*folders, Path.cwd())) if name else None
+    if found is None:
+        entry = committed().get(name)
+        if entry is not None:
+            return "eagle" if "eagle" in entry else "model"
+        said = name.lower()
+        return next((kind for kind in ("medusa", "eagle") if kind in said), "model")
+    try:
+        config, shapes = checkpoint(found)
+    except ConfigError:
+        return "eagle"
+    own = config.get("specx")
+    if config.get("model_type") == "medusa" or (isinstance(own, Mapping) and "conditioning" in own):
+        return "medusa"
+    names = " ".join(sorted(shapes))
+    if ".self_attn." not in names:
+        return "medusa" if shapes else "eagle"
+    return "eagle" if "fc.weight" in names else "model"
+
+
 def is_sequential(config: Mapping[str, Any]) -> bool:
     """Whether a checkpoint holds sequential heads, each of which reads the lm_head again."""
     own = config.get("specx")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,15 @@ _OUR_DRAFTS = {"draft_model": "model", "eagle": "eagle", "medusa": "medusa", "au
 class Pairing:
     """folders: what relative paths are relative to.
 
-    kind: none, ngram, model, eagle, medusa, auto, or other for methods that the planner does not know.
-    own: drafted by this package, so whole on every rank. with_specx: one of vLLM's methods with `specx`
+    kind: none, ngram, model, eagle, medusa, or other for methods that the planner does not know; of
+    specx:auto that of its trained draft, and auto is set. own: drafted by this package, so whole on every rank. with_specx: one of vLLM's methods with `specx`
     beside it. draft_ranks: draft_tensor_parallel_size. k: the most draft tokens; None: not said.
     """
 
     recipe: Recipe
     folders: tuple[Path, ...]
     kind: str
+    auto: bool
     own: bool
     with_specx: bool
     draft_ranks: int
@@ -142,11 +143,11 @@ class Pairing:
                 ranks=self.draft_ranks,
                 max_model_len=self.key("max_model_len"),
             )
-        if self.kind == "medusa" or (self.kind == "auto" and self._holds_heads(name)):
+        if self.kind == "medusa":
             return drafts.medusa(
                 name, target, own=self.own, ranks=self.ranks, folders=self.folders, k=self.k or 0
             )
-        if self.kind in ("eagle", "auto"):
+        if self.kind == "eagle":
             return drafts.eagle(
                 name,
                 target,
@@ -167,38 +168,28 @@ class Pairing:
             given = DTYPE_BYTES.get(str(self.recipe.serve.get("dtype")))
         return replace(facts, element=given or facts.element)
 
-    def _holds_heads(self, name: str) -> bool:
-        from vllm_specx import documents
-
-        found = documents.first_there(name, (*self.folders, Path.cwd()))
-        if found is None:
-            return "medusa" in name.lower()
-        config, shapes = drafts.checkpoint(found)
-        own = config.get("specx")
-        return (
-            config.get("model_type") == "medusa"
-            or (isinstance(own, Mapping) and "conditioning" in own)
-            or any(".self_attn." not in each and "blocks." in each for each in shapes)
-        )
-
 
 def pairing(recipe: Recipe, folders: Sequence[Path] = ()) -> Pairing:
     """The recipe, looked at. folders: what its relative paths may be relative to."""
     speculation = recipe.speculation
     if speculation is None:
-        return Pairing(recipe, tuple(folders), "none", False, False, 1, None)
+        return Pairing(recipe, tuple(folders), "none", False, False, False, 1, None)
     own = speculation.method.startswith(PREFIX)
     kind = _kind(speculation, own)
     ranks = 1 if own else speculation.draft_tensor_parallel_size or recipe.tensor_parallel_size
-    return Pairing(
+    found = Pairing(
         recipe,
         tuple(folders),
         kind,
+        kind == "auto",
         own,
         not own and "specx" in (speculation.model_extra or {}),
         ranks,
         speculation.num_speculative_tokens,
     )
+    if not found.auto:
+        return found
+    return replace(found, kind=drafts.kind_of(found.draft_name, found.folders))
 
 
 def _kind(speculation: Speculation, own: bool) -> str:

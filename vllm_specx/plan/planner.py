@@ -168,7 +168,7 @@ def _acceptance(pairing: Pairing, draft: Draft, asked: Asked) -> tuple[tuple[flo
 def _most(pairing: Pairing, draft: Draft) -> int:
     if pairing.kind == "none":
         return 0
-    if pairing.kind == "auto":
+    if pairing.auto:
         depth = pairing.key("depth")
         return depth if isinstance(depth, int) else AUTO_DEPTH
     limit = MOST_SHOWN if pairing.k is None else max(MOST_SHOWN, min(pairing.k, 16))
@@ -205,7 +205,7 @@ def _said(pairing: Pairing, target: ModelFacts) -> tuple[str, ...]:
     notes = []
     if "Not verified" in target.source:
         notes.append(f"the sizes of {target.name} are not verified")
-    if pairing.kind == "auto":
+    if pairing.auto:
         notes.append("specx:auto is planned as its trained draft alone; n-grams come on top")
     if pairing.kind == "ngram":
         notes.append(
