@@ -59,10 +59,9 @@ class Growth:
         """One more depth; logits [B * W, V] of the beam (W is 1 at first)."""
         batch = len(self._going)
         width = min(self._branching, logits.shape[-1])
-        values, best = logits.float().topk(width, -1)
-        values = torch.exp(values - logits.float().logsumexp(-1, keepdim=True)).view(
-            batch, -1, width
-        )
+        logits = logits.float()
+        values, best = logits.topk(width, -1)
+        values = torch.exp(values - logits.logsumexp(-1, keepdim=True)).view(batch, -1, width)
         estimate = self._table[self.depth].take(_bins(values))
         estimate = estimate / estimate.sum(-1, keepdim=True).clamp_min(1.0)
         reach = (self._reached[..., None] * estimate).flatten(1)

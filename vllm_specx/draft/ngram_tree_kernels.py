@@ -1,19 +1,21 @@
 """The compiled part of n-gram trees: the trie of what followed the same tokens, best nodes first.
 
-Beside the chain's kernels (ngram_kernels.py), whose index, candidates and features it uses. Its functions are
-compiled at every start: numba's cache would not notice a change of that file.
+Beside the chain's kernels (ngram_kernels.py), whose index, candidates and features it uses.
 """
 
 # mypy: disable-error-code="no-any-return, return-value, arg-type, assignment"
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any
 
 import numba
 import numpy as np
 
+from vllm_specx.draft import ngram_kernels
 from vllm_specx.draft.ngram_kernels import (
     AGREEMENT_BUCKETS,
     AGREEMENT_RATE,
@@ -45,20 +47,20 @@ from vllm_specx.draft.ngram_kernels import (
     _follow_alignment,
     _odds,
     all_candidates,
+    compiled,
     estimate,
     learn,
     take_in,
     vote_bucket,
 )
 
-_F = TypeVar("_F", bound=Callable[..., Any])
 
-
-def compiled(function: _F) -> _F:
+def _inside(function: Callable[..., Any]) -> Any:
+    """Compile as a part of step_tree(), not to be kept by itself."""
     return numba.njit(function, nogil=True)
 
 
-@compiled
+@_inside
 def _learn_from_tree(
     r: Requests, s: Shared, parents: IntArray, slot: int, first: int, weights: FloatArray
 ) -> int:
@@ -103,7 +105,7 @@ def _learn_from_tree(
     return mismatch
 
 
-@compiled
+@_inside
 def _predict_tree(
     r: Requests,
     s: Shared,
@@ -252,47 +254,57 @@ def _predict_tree(
     return made
 
 
-@compiled
-def step_tree(
-    r: Requests,
-    s: Shared,
-    slots: LongArray,
-    rows: IntArray,
-    token_ids: IntArray,
-    num_tokens: LongArray,
-    num_sampled: LongArray,
-    levels: LongArray,
-    max_match: int,
-    vocab_size: int,
-    branching: int,
-    floor: float,
-    weights: FloatArray,
-    siblings: int,
-    shadow_parents: IntArray,
-    out: IntArray,
-    parents: IntArray,
-    reach: FloatArray,
-    predicted: LongArray,
-) -> None:
-    """ngram_kernels.step() with trees: out, parents int32 [B, D], reach float64 [B, D] and predicted int64 [B]
-    are filled. shadow_parents: int32 [slots, D]; the others: see there and _predict_tree()."""
-    source = np.empty(MAX_CANDIDATES + 1, np.int64)
-    place = np.empty(MAX_CANDIDATES + 1, np.int64)
-    length = np.empty(MAX_CANDIDATES + 1, np.int64)
-    for b in range(slots.shape[0]):
-        predicted[b] = 0
-        slot = slots[b]
-        if slot < 0:
-            continue
-        n = num_tokens[b]
-        seen = take_in(r, slot, token_ids[rows[b]], n, levels)
-        if seen > 0 and seen + num_sampled[b] == n:
-            mismatch = _learn_from_tree(r, s, shadow_parents[slot], slot, seen, weights)
-            _follow_alignment(r, s, slot, seen, mismatch)
-        elif seen != n:
-            r.record[slot, ALIGNED_SOURCE] = -1
-        count = all_candidates(r, s, slot, levels, max_match, source, place, length)
-        predicted[b] = _predict_tree(
-            r, s, slot, count, source, place, length, branching, floor, vocab_size, weights,
-            siblings, shadow_parents[slot], out[b], parents[b], reach[b],
-        )  # fmt: skip
+def _stamped(stamp: int) -> Callable[..., None]:
+    """step_tree(), which numba's cache keeps for this stamp: it would not notice a change of the other file."""
+
+    def step_tree(
+        r: Requests,
+        s: Shared,
+        slots: LongArray,
+        rows: IntArray,
+        token_ids: IntArray,
+        num_tokens: LongArray,
+        num_sampled: LongArray,
+        levels: LongArray,
+        max_match: int,
+        vocab_size: int,
+        branching: int,
+        floor: float,
+        weights: FloatArray,
+        siblings: int,
+        shadow_parents: IntArray,
+        out: IntArray,
+        parents: IntArray,
+        reach: FloatArray,
+        predicted: LongArray,
+    ) -> None:
+        """ngram_kernels.step() with trees: out, parents int32 [B, D], reach float64 [B, D] and predicted int64 [B]
+        are filled. shadow_parents: int32 [slots, D]; the others: see there and _predict_tree()."""
+        if stamp < 0:
+            return
+        source = np.empty(MAX_CANDIDATES + 1, np.int64)
+        place = np.empty(MAX_CANDIDATES + 1, np.int64)
+        length = np.empty(MAX_CANDIDATES + 1, np.int64)
+        for b in range(slots.shape[0]):
+            predicted[b] = 0
+            slot = slots[b]
+            if slot < 0:
+                continue
+            n = num_tokens[b]
+            seen = take_in(r, slot, token_ids[rows[b]], n, levels)
+            if seen > 0 and seen + num_sampled[b] == n:
+                mismatch = _learn_from_tree(r, s, shadow_parents[slot], slot, seen, weights)
+                _follow_alignment(r, s, slot, seen, mismatch)
+            elif seen != n:
+                r.record[slot, ALIGNED_SOURCE] = -1
+            count = all_candidates(r, s, slot, levels, max_match, source, place, length)
+            predicted[b] = _predict_tree(
+                r, s, slot, count, source, place, length, branching, floor, vocab_size, weights,
+                siblings, shadow_parents[slot], out[b], parents[b], reach[b],
+            )  # fmt: skip
+
+    kept: Any = compiled(step_tree)
+    return kept
+
+
+step_tree = _stamped(zlib.crc32(Path(ngram_kernels.__file__).read_bytes()))
