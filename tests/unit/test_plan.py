@@ -219,14 +219,18 @@ def test_what_a_larger_batch_changes() -> None:
 
 
 def test_gamma_is_the_ratio_of_what_one_gpu_reads() -> None:
-    one = planner.plan(draft_of("specx:draft_model"), planner.Asked(gpu="B200"))
-    four = planner.plan(
-        planner.on_gpus(draft_of("specx:draft_model"), 4), planner.Asked(gpu="B200")
-    )
+    short = planner.Asked(gpu="B200", context=1)
+    one = planner.plan(draft_of("specx:draft_model"), short)
+    four = planner.plan(planner.on_gpus(draft_of("specx:draft_model"), 4), short)
     assert one.speed.gamma == pytest.approx(0.494 / (72.706 - 1.2457), rel=0.01)
-    assert four.speed.gamma == pytest.approx(4 * one.speed.gamma), "the draft is whole on each"
+    assert four.speed.gamma == pytest.approx(4 * one.speed.gamma, rel=1e-4), "whole on each"
     assert (
         planner.plan(draft_of("specx:draft_model"), planner.Asked(gamma=0.04)).speed.gamma == 0.04
+    )
+    long = planner.plan(draft_of("specx:draft_model"), planner.Asked(batch=8, context=8192))
+    read = 988_065_536 + 8 * 8192 * 2 * 24 * 2 * 64 * 2
+    assert long.speed.gamma == pytest.approx(
+        read / (142.92e9 + 8 * 8192 * 2 * 80 * 8 * 128 * 2), rel=1e-3
     )
 
 

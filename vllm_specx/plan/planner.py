@@ -100,7 +100,7 @@ def plan(pairing: Pairing, asked: Asked, *, download: bool = True) -> Plan:
             "or raise serve.max-model-len in the recipe."
         )
     most = _most(pairing, draft)
-    drafting, gamma_from = _drafting(draft, target, pairing, asked, most)
+    drafting, gamma_from = _drafting(draft, target, pairing, asked, most, asked.batch * context)
     curve = _curve(target, pairing, gpu, asked)
     found = speed(
         acceptance,
@@ -176,16 +176,20 @@ def _most(pairing: Pairing, draft: Draft) -> int:
 
 
 def _drafting(
-    draft: Draft, target: ModelFacts, pairing: Pairing, asked: Asked, most: int
+    draft: Draft, target: ModelFacts, pairing: Pairing, asked: Asked, most: int, tokens: int
 ) -> tuple[list[float], str]:
-    """Of K = 0, 1, ... draft tokens, over a plain step."""
+    """Of K = 0, 1, ... draft tokens, over a plain step. tokens: of context, over all requests."""
     if asked.gamma is not None:
         return [k * asked.gamma for k in range(most + 1)], "as asked"
     if draft.kind in ("none", "ngram", "other"):
         return [0.0] * (most + 1), "drafts cost no forward"
-    step = target.read_bytes / pairing.ranks / pairing.stages
-    said = "estimated by the bytes that a draft step and a plain step read on one GPU"
-    return [draft.read_bytes(k) / step for k in range(most + 1)], said
+    context = tokens * target.kv_bytes(pairing.ranks, pairing.use().kv_element)
+    plain = (target.read_bytes / pairing.ranks + context) / pairing.stages
+    own = tokens * (draft.kv + draft.kv_shared)
+    said = (
+        "estimated by the bytes that a draft step and a plain step read on one GPU, K/V with them"
+    )
+    return [(draft.read_bytes(k) + k * own) / plain for k in range(most + 1)], said
 
 
 def _curve(target: ModelFacts, pairing: Pairing, gpu: gpus.Gpu, asked: Asked) -> Curve:
