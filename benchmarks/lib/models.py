@@ -1,6 +1,7 @@
 """The `model` of a scenario: a path, a hub name, `embedded:NAME`, or `twin:LAYERS`; and of a draft:
 `stock:HEADS` is a checkpoint of ours in the form that vLLM's own `medusa`, `eagle` or `eagle3` loads;
-`pruned:LAYERS` and `random` are those of draft_twins.py."""
+`pruned:LAYERS` and `random` are those of draft_twins.py. `permutation:SIZE` and `permutation-heads:SIZE:PERCENT`
+are those of permutation_llama.py."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Any
 
 from benchmarks.draft_twins import is_draft
 from benchmarks.draft_twins import make as make_draft
+from benchmarks import permutation_llama
 from benchmarks.lib.errors import BenchError
 from vllm_specx.config import ConfigError
 from vllm_specx.models import embedded
@@ -32,6 +34,8 @@ def resolve(model: str) -> str:
             return str(make_twin(int(layers)))
         if is_draft(model):
             return str(make_draft(model))
+        if made := permutation_llama.resolve(model):
+            return made
         return str(embedded.checkpoint(model)) if embedded.is_embedded(model) else model
     except ConfigError as error:
         raise BenchError(str(error)) from None
@@ -40,7 +44,8 @@ def resolve(model: str) -> str:
 def resolve_draft(speculative: Mapping[str, Any], target: str) -> dict[str, Any]:
     """The speculative config for vLLM; target: what `resolve` said."""
     draft = speculative.get("model")
-    if isinstance(draft, str) and (is_draft(draft) or embedded.is_embedded(draft)):
+    synthetic = isinstance(draft, str) and draft.startswith(permutation_llama.HEADS)
+    if isinstance(draft, str) and (is_draft(draft) or embedded.is_embedded(draft) or synthetic):
         return {**speculative, "model": resolve(draft)}
     if not isinstance(draft, str) or not draft.startswith(STOCK):
         return dict(speculative)
