@@ -179,7 +179,9 @@ def _write_target(folder: Path, shape: dict[str, int]) -> None:
         "lm_head.weight": lm_head,
     }
     save("outer.safetensors", outer)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}) + "\n")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": files}) + "\n"
+    )
 
 
 def _write_heads(folder: Path, hidden: int, percent: int) -> None:
