@@ -108,6 +108,8 @@ class Controller:
         self._plan: Plan | None = None
         self._decision: Decision | None = None
         self._token_errors: list[float] = [0.0, 0.0]
+        self.foreseen = (0.0, 0.0)
+        """Tokens and seconds expected of the step that was last observed."""
 
     @property
     def probes(self) -> int:
@@ -367,6 +369,7 @@ class Controller:
         self._token_errors[1] += 0.02 * (tokens - self._token_errors[1])
         uneven = self._choice.uneven(drafts)
         predicted = self.cost.time(size, size + verified, draft_steps, uneven)
+        self.foreseen = expected, predicted
         if pure_decode:
             self._learn_time(size, verified, seconds, draft_steps, uneven, predicted)
         if verified or offered is not None or beyond is not None:

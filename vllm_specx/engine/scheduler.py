@@ -12,6 +12,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_specx import config
 from vllm_specx.control.cost import CostPrior
+from vllm_specx.engine.metrics import Meter, report_of
 from vllm_specx.engine.plan import DRAFT_STEPS
 from vllm_specx.engine.pools import stamp_salt
 from vllm_specx.engine.steering import VARYING, Steering, weight_bytes
@@ -41,6 +42,7 @@ class _Steered:
         super().__init__(*args, **kwargs)
         self._steering: Steering | None = None
         self._schedule_started = 0.0
+        self._meter = Meter(counting=False)
         vllm: Any = self.vllm_config  # type: ignore[attr-defined]
         raw = (vllm.additional_config or {}).get(SELECTED)
         if raw is None or vllm.speculative_config is None:
@@ -51,6 +53,10 @@ class _Steered:
         stock = settings.proposer == "stock"
         paces_itself = not stock and not self.on_device
         looks_up = method in VARYING if stock else settings.proposer == "ngram"
+        self._meter = Meter(
+            counting=bool(self.log_stats),  # type: ignore[attr-defined]
+            asynchronous=bool(vllm.scheduler_config.async_scheduling),
+        )
         kind = "stock" if stock else "on device" if self.on_device else "ours"
         self._steering = Steering(
             settings.controller,
@@ -72,6 +78,7 @@ class _Steered:
                 on_gpu,
                 draft_share=0.0 if looks_up else _DRAFT_SHARE[kind],
             ),
+            meter=self._meter,
         )
         # With a table of its own vLLM does not pad a request's first step with drafts that are
         # known to be wrong. Its values are never used, unless choosing fails: K is set below.
@@ -98,6 +105,7 @@ class _Steered:
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         drafts = draft_token_ids.draft_token_ids
         steps = getattr(draft_token_ids, DRAFT_STEPS, 0)
+        self._meter.worker(report_of(draft_token_ids))
         self._steer(lambda steering: steering.took(steps), None)
         if self._steering is not None and self._steering.cuts:
             draft_token_ids.draft_token_ids = self._steer(
@@ -118,6 +126,8 @@ class _Steered:
             ),
             None,
         )
+        steering = self._steering
+        self._meter.attach(outputs, None if steering is None else steering.controller)
         return outputs
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,6 +146,7 @@ class _Steered:
             return act(self._steering)
         except Exception:
             self._steering = None
+            self._meter.controller_failed()
             logger.exception(
                 "vllm_specx: choosing the draft length failed and is switched off until the engine "
                 "restarts; drafts go on with the configured length."

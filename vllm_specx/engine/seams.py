@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from vllm_specx import config
 from vllm_specx.config import ConfigError
-from vllm_specx.engine import contract, padded_vocabulary
+from vllm_specx.engine import contract, metrics_worker, padded_vocabulary
 from vllm_specx.engine.patching import wrap
 from vllm_specx.engine.steering import VARYING
 from vllm_specx.engine.translate import SELECTED, translate
@@ -39,8 +39,12 @@ def install_runner_seams() -> None:
 
     from vllm_specx.engine import draft_probs, step
 
-    wrap(GPUModelRunner, "propose_draft_token_ids", step.propose_draft_token_ids)
-    wrap(GPUModelRunner, "take_draft_token_ids", step.take_draft_token_ids)
+    wrap(
+        GPUModelRunner,
+        "propose_draft_token_ids",
+        metrics_worker.timed(step.propose_draft_token_ids),
+    )
+    wrap(GPUModelRunner, "take_draft_token_ids", metrics_worker.told(step.take_draft_token_ids))
     wrap(GPUModelRunner, "_input_fits_in_drafter", step.input_fits_in_drafter)
     wrap(GPUModelRunner, "_get_spec_decode_draft_probs", draft_probs.spec_decode_draft_probs)
     wrap(
@@ -108,9 +112,16 @@ def _create_engine_config(
         _choose_scheduler(vllm_config, settings)
         _check_draft(vllm_config, settings)
         padded_vocabulary.check(vllm_config.speculative_config)
+        _install_metrics()
     except ConfigError as error:
         _refuse(error, usage)
     return vllm_config
+
+
+def _install_metrics() -> None:
+    from vllm_specx.engine import metrics_logger
+
+    metrics_logger.install()
 
 
 def _choose_scheduler(vllm_config: Any, settings: config.SpecxConfig) -> None:

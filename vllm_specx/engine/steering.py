@@ -24,6 +24,7 @@ from vllm_specx.control.controller import Controller
 from vllm_specx.control.cost import CostPrior
 from vllm_specx.control.policy import Rule, rule_for
 from vllm_specx.control.settings import ControllerConfig
+from vllm_specx.engine.metrics import Meter
 from vllm_specx.engine.plan import PLAN, DraftPlan
 from vllm_specx.engine.v2.captured import nearest
 
@@ -56,6 +57,8 @@ class _Step:
     """The requests that decode in it."""
     pure_decode: bool
     draft_steps: int
+    reason: str
+    """Of the K that is verified in it."""
 
 
 @dataclass(slots=True)
@@ -84,6 +87,7 @@ class Steering:
         max_requests: int,
         asynchronous: bool,
         prior: CostPrior,
+        meter: Meter | None = None,
     ) -> None:
         """method: vLLM's name; self_paced: the proposer chooses lengths by the costs it is told; rests:
         by what its forwards cost, too, so that steps without any have to be measured; idle_forwards:
@@ -123,6 +127,9 @@ class Steering:
             rests and settings.enabled and settings.static_k is None and not settings.k_min
         )
         self._crowded = 0
+        self._meter = meter or Meter(counting=False)
+        self._reason = "batch"
+        self._decided_for: list[str] = []
 
     # Requests
 
@@ -138,6 +145,7 @@ class Steering:
             # the same text again only where K does not follow the clock.
             rule = replace(rule, fixed_k=self.max_k)
         self.controller.add(request.request_id, rule)
+        self._meter.add(request.request_id, rule.pool)
         self._limits[request.request_id] = self._limit(rule)
         if rule.fixed_k is not None:
             self._fixed.add(request.request_id)
@@ -156,6 +164,7 @@ class Steering:
     def _forget(self) -> None:
         for request_id in self._gone:
             self.controller.remove(request_id)
+            self._meter.remove(request_id)
             self._drafts.pop(request_id, None)
             self._limits.pop(request_id, None)
             self._fixed.discard(request_id)
@@ -179,8 +188,9 @@ class Steering:
             done = request.num_computed_tokens + count
             if done >= request.num_tokens + request.num_output_placeholders:
                 samples.append(request_id)
+        reason = self._reason
         chosen = self._choose(output, samples, pure)
-        self._steps[id(output)] = _Step(started, decoding, pure, chosen)
+        self._steps[id(output)] = _Step(started, decoding, pure, chosen, reason)
 
     def _choose(self, output: Any, request_ids: list[str], pure_decode: bool) -> int:
         """Set K of the drafts that follow this step. Returns the draft steps it takes."""
@@ -189,8 +199,10 @@ class Steering:
             return 0
         if self.self_paced or self.after_drafting:
             limits = {i: self._limits.get(i, self.max_k) for i in request_ids}
+            self._reason = "proposer"
             if pure_decode and self._rests(len(limits)):
                 limits = dict.fromkeys(limits, 0)
+                self._reason = "rest"
             if self.method not in FULL_K_ONLY:
                 output.num_spec_tokens_to_schedule = max(limits.values())
             if self.self_paced:
@@ -199,6 +211,9 @@ class Steering:
                 setattr(output, PLAN, DraftPlan(limits, costs, draft_cost))
             return 0
         decision = self.controller.decide(request_ids)
+        same = request_ids == self._decided_for
+        self._reason = "probe" if decision.probe else "controller" if same else "batch"
+        self._decided_for = request_ids
         self._chosen = dict(zip(request_ids, decision.k.tolist(), strict=True))
         steps = decision.uniform_k
         if self._rungs and decision.uniform and self._fixed.isdisjoint(request_ids):
@@ -254,6 +269,8 @@ class Steering:
                 self.max_k if self.after_drafting else limit, len(draft), cut
             )
             kept.append(draft[:limit])
+            if cut >= 0 and self.after_drafting:
+                self._reason = "controller"
         return kept
 
     def before_output(self, output: Any) -> dict[str, int]:
@@ -299,6 +316,7 @@ class Steering:
             known = note is not None and note.cut >= 0 and hits == length
             beyond.append(int(tokens[-1] == note.cut) if known and note is not None else -1)
         if ids:
+            self._meter.step(ids, drafted, accepted, kept, now - start, step.reason)
             learn = partial(
                 self._learn,
                 step,
@@ -341,6 +359,7 @@ class Steering:
         beyond: list[int],
         seconds: float,
     ) -> None:
+        pure = step.pure_decode and len(ids) == len(step.requests)
         self.controller.observe(
             ids,
             drafted=drafted,
@@ -350,9 +369,10 @@ class Steering:
             allowed=allowed if self.after_drafting else None,
             beyond=beyond if self.cuts else None,
             seconds=seconds,
-            pure_decode=step.pure_decode and len(ids) == len(step.requests),
+            pure_decode=pure,
             draft_steps=step.draft_steps,
         )
+        self._meter.learned(self.controller, len(ids), sum(kept), seconds, pure)
 
     def close(self) -> None:
         """The scheduler shuts down."""

@@ -1,0 +1,1 @@
+"""What is measured while serving: its names, its counting, its export, dashboards and alert rules."""
