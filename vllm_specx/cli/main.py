@@ -13,6 +13,7 @@ from vllm_specx.cli import plan as planning
 from vllm_specx.cli import recipes as listing
 from vllm_specx.cli import serve as serving
 from vllm_specx.cli import simulate as simulating
+from vllm_specx.cli import top as watching
 from vllm_specx.cli import train
 from vllm_specx.config import ConfigError
 
@@ -28,6 +29,7 @@ app = typer.Typer(
 
 app.add_typer(train.app, name="train")
 app.command()(simulating.simulate)
+app.command()(watching.top)
 app.command()(planning.plan)
 app.command()(doctoring.doctor)
 app.command("recipes")(listing.show)

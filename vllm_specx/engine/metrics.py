@@ -92,7 +92,9 @@ class Meter:
             if self._step_seconds and not self._asynchronous:
                 tally.drafting(report["seconds"], self._step_seconds)
                 self._step_seconds = 0.0
-            for name, labels in report.get("counts", {}).items():
+            counts = report.get("counts", {})
+            tally.trees |= "tree_nodes" in counts
+            for name, labels in counts.items():
                 for label, total in labels.items():
                     before = self._seen.get((name, label), 0)
                     if total > before:

@@ -198,7 +198,7 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
                 "Nodes that were verified, those on the accepted path, and trees verified as chains.",
                 (
                     (rate("tree_nodes_total"), "nodes"),
-                    (rate("tree_accepted_tokens_total"), "accepted"),
+                    (rate("tree_accepted_total"), "accepted"),
                     (rate("tree_fallbacks_total", "reason"), "fallback: {{reason}}"),
                 ),
             ),

@@ -73,7 +73,8 @@ METRICS: tuple[Metric, ...] = (
         "draft_tokens_by_depth",
         "counter",
         "Verified drafts that had a token at this depth (1 is the first). Divides "
-        "accepted_tokens_by_depth: the share accepted down to this depth, right also where K varies.",
+        "accepted_tokens_by_depth: the share accepted down to this depth, right also where K varies. "
+        "Not counted where drafts are trees.",
         "depth",
     ),
     Metric(
@@ -92,7 +93,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "draft_length",
         "histogram",
-        "K: draft tokens that a request had verified in a decode step, 0 included.",
+        "K: draft tokens (nodes of a tree) that a request had verified in a decode step, 0 included.",
         buckets=LENGTHS,
     ),
     Metric(
@@ -182,7 +183,7 @@ METRICS: tuple[Metric, ...] = (
         "Median relative error of the last 128 predictions of a step's time.",
     ),
     Metric("tree_nodes", "counter", "Draft tokens in the trees that were verified."),
-    Metric("tree_accepted_tokens", "counter", "Of tree_nodes, those on the accepted path."),
+    Metric("tree_accepted", "counter", "Of tree_nodes, those on the accepted path."),
     Metric(
         "tree_fallbacks",
         "counter",

@@ -25,6 +25,8 @@ class Tally:
     def __init__(self) -> None:
         self._gauges: dict[str, dict[str, float]] = {}
         self._last_k = -1
+        self.trees = False
+        """Whether drafts may be trees: then a draft's length is not its depth, and nothing is counted by depth."""
         self._forget()
 
     def _forget(self) -> None:
@@ -131,8 +133,8 @@ class Tally:
         names = ("drafts", "draft_tokens", "accepted_tokens", "decode_tokens", "request_steps")
         for place, name in enumerate(names):
             counts[name] = {s: row[place] for s, row in self._scenarios.items() if row[place]}
-        by_depth = self._by_depth()
-        counts.update(by_depth)
+        if not self.trees:
+            counts.update(self._by_depth())
         histograms: dict[str, list[Any]] = {
             name: [total[0], buckets] for name, (total, buckets) in self._times.items()
         }
