@@ -265,6 +265,11 @@ HOOKS: tuple[Hook, ...] = (
         "SpeculativeConfig.num_speculative_tokens_per_batch_size",
         "full CUDA graphs for each K",
     ),
+    Hook(
+        f"{_V2}.cudagraph_utils",
+        "CudaGraphManager._init_candidates",
+        "full CUDA graphs for each K",
+    ),
     Hook("vllm.v1.executor.abstract", "Executor.supports_async_scheduling", "V2's scheduling"),
     Hook(
         "vllm.triton_utils.dispatcher",
