@@ -43,7 +43,9 @@ HEADS = Path(__file__).parents[1] / "recipes" / "heads"
 MODEL = "embedded:smollm2-135m-instruct"
 AUX_LAYERS = (2, 15, 27)
 LONGEST = 2048
-RANKS = 4
+RANKS = 8
+ALL = 1024
+"""Nodes, more than there are candidates."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,6 @@ class Counts:
 
     def __init__(self, depth: int) -> None:
         self.steps = self.accepted = self.nodes = 0
-        self.deep = 0
         # By depth and rank among its siblings: nodes with all above them accepted, and how many were right.
         self.tried = np.zeros((depth, RANKS), np.int64)
         self.right = np.zeros((depth, RANKS), np.int64)
@@ -93,24 +94,22 @@ class Counts:
         self.nodes += len(tokens)
         return agreed
 
-    def summary(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
+        """For JSON, and to be added up."""
         return {
-            "acceptance_length": round(1 + self.accepted / self.steps, 4),
-            "nodes_a_step": round(self.nodes / self.steps, 2),
             "steps": self.steps,
+            "accepted": self.accepted,
+            "nodes": self.nodes,
+            "tried": self.tried.tolist(),
+            "right": self.right.tolist(),
         }
 
-    def rates(self) -> list[list[float]]:
-        """By depth and rank, of children whose parents were accepted."""
-        return [[round(float(x), 4) for x in row] for row in self.right / np.maximum(self.tried, 1)]
 
-
-def replay(proposer: Proposer, texts: Sequence[Text], budget: int, depth: int) -> dict[str, Counts]:
-    """Each text as one request, one after the other. By group, and all."""
-    counts = {"all": Counts(depth)}
+def replay(proposer: Proposer, texts: Sequence[Text], budget: int, depth: int) -> Counts:
+    """Each text as one request, one after the other."""
+    counts = Counts(depth)
     finished: list[str] = []
     for number, text in enumerate(texts):
-        mine = counts.setdefault(text.group, Counts(depth))
         table = np.zeros((1, LONGEST), np.int32)
         table[0, : len(text.tokens)] = text.tokens
         read, committed = 0, text.prompt + 1
@@ -120,9 +119,7 @@ def replay(proposer: Proposer, texts: Sequence[Text], budget: int, depth: int) -
                 _context(name, text, table, read, committed, budget, finished, proposer)
             )
             finished = []
-            truth = text.tokens[committed:]
-            agreed = mine.take(drafts[0], truth)
-            counts["all"].take(drafts[0], truth)
+            agreed = counts.take(drafts[0], text.tokens[committed:])
             read, committed = committed - 1, min(committed + agreed + 1, len(text.tokens))
         finished.append(name)
     return counts
@@ -197,34 +194,68 @@ def kinds() -> dict[str, Kind]:
     }
 
 
-def run(texts: Sequence[Text], nodes: Sequence[int], only: Sequence[str]) -> dict[str, Any]:
-    """For each drafter: its chain, and trees of each size, at equal depth."""
-    results: dict[str, Any] = {}
-    for name, kind in kinds().items():
-        if only and name not in only:
-            continue
-        chain = replay(kind.build(None, kind.depth), texts, kind.depth, kind.depth)
-        entry: dict[str, Any] = {
-            "depth": kind.depth,
-            "branching": kind.branching,
-            "chain": {group: counts.summary() for group, counts in chain.items()},
+def run(
+    texts: Sequence[Text],
+    nodes: Sequence[int],
+    only: Sequence[str],
+    counts: dict[str, Any],
+    most: int | None = None,
+) -> int:
+    """Chains, trees of each size at equal depth, and trees of all candidates, of each set of questions by
+    itself; what is in `counts` already is not run again. most: runs. Returns how many there were."""
+    makers, runs = kinds(), 0
+    for name in only or makers:
+        kind = makers[name]
+        labels = {
+            "chain": None,
+            **{f"tree {n}": Limits(n, kind.branching, kind.depth) for n in nodes},
         }
-        for size in nodes:
-            limits = Limits(size, kind.branching, kind.depth)
-            trees = replay(kind.build(limits, size), texts, size, kind.depth)
-            entry[f"tree {size}"] = {group: counts.summary() for group, counts in trees.items()}
-            before = entry["chain"]["all"]["acceptance_length"]
-            after = entry[f"tree {size}"]["all"]["acceptance_length"]
-            print(
-                f"{name}: chain {before:.3f}, tree of {size} {after:.3f} ({after / before - 1:+.1%})",
-                flush=True,
-            )
-            entry[f"tree {size}"]["over_chain"] = round(after / before, 4)
         if name != "ngram":
-            whole = replay(kind.build(Limits(1024, 8, kind.depth), 1024), texts, 1024, kind.depth)
-            entry["acceptance_by_depth_and_rank"] = whole["all"].rates()
-        results[name] = entry
-    return results
+            labels["all candidates"] = Limits(ALL, kind.branching, kind.depth)
+        for group in dict.fromkeys(text.group for text in texts):
+            mine = [text for text in texts if text.group == group]
+            for label, limits in labels.items():
+                entry = counts.setdefault(name, {}).setdefault(label, {})
+                if group in entry or runs == most:
+                    continue
+                runs += 1
+                budget = kind.depth if limits is None else limits.nodes
+                made = replay(kind.build(limits, budget), mine, budget, kind.depth)
+                entry[group] = made.record()
+                length = 1 + made.accepted / made.steps
+                print(f"{name}, {group}, {label}: {length:.3f} tokens a step", flush=True)
+    return runs
+
+
+def summary(counts: dict[str, Any]) -> dict[str, Any]:
+    """Acceptance lengths by drafter, and how often children are right by depth and rank."""
+    drafters: dict[str, Any] = {}
+    for name, labels in counts.items():
+        drafters[name] = {}
+        for label, groups in labels.items():
+            if not groups:
+                continue
+            total = {
+                key: sum(g[key] for g in groups.values()) for key in ("steps", "accepted", "nodes")
+            }
+            if label == "all candidates":
+                tried, right = (
+                    np.sum([g[key] for g in groups.values()], axis=0) for key in ("tried", "right")
+                )
+                rates = right / np.maximum(tried, 1)
+                drafters[name]["acceptance by depth and rank"] = rates.round(3).tolist()
+                continue
+            drafters[name][label] = {
+                "acceptance_length": round(1 + total["accepted"] / total["steps"], 3),
+                "nodes_a_step": round(total["nodes"] / total["steps"], 2),
+                "by_set": {g: round(1 + c["accepted"] / c["steps"], 3) for g, c in groups.items()},
+            }
+        chain = drafters[name].get("chain")
+        for label, entry in drafters[name].items():
+            if chain and label.startswith("tree "):
+                over = entry["acceptance_length"] / chain["acceptance_length"]
+                entry["over_chain"] = round(over, 3)
+    return drafters
 
 
 def dataset(value: str) -> tuple[str, Path]:
@@ -246,6 +277,10 @@ def main() -> int:
     again.add_argument("texts", type=Path)
     again.add_argument("--nodes", type=int, nargs="+", default=[8, 16, 32, 64])
     again.add_argument("--only", nargs="+", default=[], help="these drafters")
+    again.add_argument("--set", nargs="+", default=[], help="these sets of questions")
+    again.add_argument(
+        "--runs", type=int, help="at most so many now; status 3 says that all were there"
+    )
     again.add_argument("--out", type=Path, help="a result there is added to")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -261,12 +296,20 @@ def main() -> int:
             )
             return 0
         texts = greedy_texts.load(args.texts)
-        found = run(texts, args.nodes, args.only)
+        counts: dict[str, Any] = {}
+        if args.out and args.out.exists():
+            counts = json.loads(args.out.read_text())["counts"]
+        chosen = [text for text in texts if not args.set or text.group in args.set]
+        runs = run(chosen, args.nodes, args.only, counts, args.runs)
         if args.out:
-            before = json.loads(args.out.read_text())["drafters"] if args.out.exists() else {}
-            drafters = before | {name: before.get(name, {}) | e for name, e in found.items()}
-            result = {**describe(), "texts": len(texts), "drafters": drafters}
+            result = {
+                **describe(),
+                "questions": len(texts),
+                "drafters": summary(counts),
+                "counts": counts,
+            }
             args.out.write_text(json.dumps(result, indent=1) + "\n")
+        return 0 if runs else 3
     except BenchError as error:
         print(error, file=sys.stderr)
         return 2
