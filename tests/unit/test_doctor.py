@@ -293,3 +293,36 @@ def test_bad_input_ends_in_status_2(capsys: pytest.CaptureFixture[str], tmp_path
     for arguments in (["no-such"], [str(listed)], ["smollm2-135m", "--gpus", "77"]):
         assert main(["doctor", *arguments]) == 2
         assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+STRANGE = (None, "x", -1, 0, 1.5, [], {}, True, 10**40, [["a"]], {"a": {}})
+
+
+@pytest.mark.parametrize("source", [EAGLE3, str(RECIPES / "heads" / "smollm2-135m-hydra")])
+def test_whatever_a_drafts_config_says_nothing_is_raised(tmp_path: Path, source: str) -> None:
+    shutil.copytree(source, tmp_path / "heads")
+    file = tmp_path / "heads" / "config.json"
+    config = json.loads(file.read_text())
+    asked = (
+        "hidden_size",
+        "num_heads",
+        "specx",
+        "eagle_config",
+        "rope_parameters",
+        "dtype",
+        "model_type",
+    )
+    for key in (*asked, "draft_vocab_size", "target_hidden_size", "quantization_config", "model"):
+        for value in STRANGE:
+            file.write_text(json.dumps({**config, key: value}))
+            found = look(SMOLLM, "specx:auto", str(tmp_path / "heads"))
+            assert all(finding.sentence for finding in found)
+
+
+def test_whatever_a_targets_config_says_nothing_is_raised(tmp_path: Path) -> None:
+    config = json.loads(Path(twin(tmp_path, "qwen2"), "config.json").read_text())
+    for key in [*config, "quantization_config", "text_config", "num_experts"]:
+        for value in STRANGE:
+            (tmp_path / "config.json").write_text(json.dumps({**config, key: value}))
+            for draft in (EAGLE3, str(tmp_path)):
+                assert look(str(tmp_path), "specx:auto", draft)

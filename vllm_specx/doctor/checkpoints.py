@@ -13,6 +13,7 @@ from vllm_specx.draft.checkpoint_files import CheckpointError, TargetShape, kind
 from vllm_specx.draft.checkpoints import load_heads
 from vllm_specx.draft.draft_model_checkpoint import MODEL_TYPES, load_draft_model
 from vllm_specx.draft.eagle_checkpoints import load_eagle
+from vllm_specx.messages import clipped
 from vllm_specx.models import embedded
 from vllm_specx.plan.facts import ModelFacts, committed, is_hub_name, local_file
 from vllm_specx.plan.pairing import Pairing
@@ -71,12 +72,14 @@ def _read(pairing: Pairing, name: str, read: Callable[[], Finding]) -> list[Find
     try:
         return [read()]
     except CheckpointError as error:
-        what, semicolon, fix = str(error).rstrip(".").rpartition("; ")
-        # vLLM's own methods may read what ours refuse.
-        severity: Severity = "error" if pairing.own else "warning"
-        return (
-            [Finding(severity, TOPIC, what, fix)] if semicolon else [Finding(severity, TOPIC, fix)]
-        )
+        what, _, fix = str(error).rstrip(".").rpartition("; ")
+        what, fix = (what, fix) if what else (fix, "")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        what = f"{name} cannot be read ({clipped(str(error))})"
+        fix = "its config.json may be damaged, copy it again"
+    # vLLM's own methods may read what ours refuse.
+    severity: Severity = "error" if pairing.own else "warning"
+    return [Finding(severity, TOPIC, what, fix)]
 
 
 def _elsewhere(pairing: Pairing, name: str, target: ModelFacts | None) -> Finding:

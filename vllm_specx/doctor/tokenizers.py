@@ -45,8 +45,10 @@ class _Files:
     def template(self) -> str | None:
         """The chat template; None: there is none."""
         file = self.folder / "chat_template.jinja"
-        if file.is_file():
+        try:
             return file.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            pass  # most have it in tokenizer_config.json
         settings = _mapping(self.folder / "tokenizer_config.json")
         template = settings.get("chat_template")
         return template if isinstance(template, str) else None

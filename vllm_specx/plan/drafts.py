@@ -19,6 +19,7 @@ from vllm_specx.plan.facts import (
     local_file,
     read_config,
     read_facts,
+    whole,
 )
 
 MEDUSA_HEADS = 4
@@ -181,9 +182,8 @@ def medusa(
         head = _rows(shapes, hidden)
         stored = sum(_size(shape) for name, shape in shapes.items() if not _is_table(name))
         blocks = stored - head * hidden
-        said = config.get("truncated_vocab_size") or config.get("draft_vocab_size")
-        rows = said or head or target.vocab
-        most = config.get("num_heads") or config.get("medusa_num_heads")
+        rows = _draft_rows(config, name) or head or target.vocab
+        most = whole(config, "num_heads", name) or whole(config, "medusa_num_heads", name)
     if own and stored == blocks and (ranks > 1 or rows < target.vocab):
         # Rows of the target's lm_head that every rank keeps for itself (engine/heads.py).
         stored += rows * hidden
@@ -273,7 +273,7 @@ def _eagle_facts(
     if found is None and is_hub_name(name):
         try:
             config, source = read_config(name, folders, download=download)
-            return facts_of(name, config, source), _said(config, {}, version), ()
+            return facts_of(name, _flat(config), source), _said(name, config, {}, version), ()
         except ConfigError:
             pass
     if found is None or file is None:
@@ -297,16 +297,21 @@ def _eagle_facts(
         }
         return facts_of(name, sizes, "assumed"), extra, (said,)
     config, shapes = checkpoint(found)
-    flat = config.get("model") or config.get("transformer_layer_config") or config
-    return facts_of(name, {**config, **flat}, str(file)), _said(config, shapes, version), ()
+    return facts_of(name, _flat(config), str(file)), _said(name, config, shapes, version), ()
 
 
-def _said(config: Mapping[str, Any], shapes: Shapes, version: int) -> dict[str, Any]:
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The layer's sizes, which some layouts have under another key (draft/eagle_keys.py)."""
+    for key in ("model", "transformer_layer_config"):
+        if isinstance(inner := config.get(key), Mapping):
+            return {**config, **inner}
+    return dict(config)
+
+
+def _said(name: str, config: Mapping[str, Any], shapes: Shapes, version: int) -> dict[str, Any]:
     own = config.get("specx")
     own = own if isinstance(own, dict) else {}
-    named = " ".join(map(str, config.get("architectures") or [])) + str(
-        config.get("speculators_model_type", "")
-    )
+    named = f"{config.get('architectures')} {config.get('speculators_model_type')}"
     bare = {name.removeprefix("model.") for name in shapes}
     if (
         "eagle3" in named.lower()
@@ -318,18 +323,27 @@ def _said(config: Mapping[str, Any], shapes: Shapes, version: int) -> dict[str, 
         version = 1
     return {
         "version": version,
-        "draft_vocab_size": config.get("draft_vocab_size") or config.get("truncated_vocab_size"),
-        "target_hidden_size": config.get("target_hidden_size"),
+        "draft_vocab_size": _draft_rows(config, name),
+        "target_hidden_size": whole(config, "target_hidden_size", name),
         "embeddings": "embed_tokens.weight" in bare,
         "lm_head": "lm_head.weight" in bare,
         "acceptance": _acceptance(config),
     }
 
 
+def _draft_rows(config: Mapping[str, Any], name: str) -> int | None:
+    """The size of the draft vocabulary; None: the target's."""
+    keys = ("truncated_vocab_size", "draft_vocab_size")
+    return next((rows for key in keys if (rows := whole(config, key, name))), None)
+
+
 def _acceptance(config: Mapping[str, Any]) -> tuple[float, ...]:
     own = config.get("specx")
-    said = own.get("acceptance", ()) if isinstance(own, dict) else ()
-    return tuple(float(a) for a in said) if isinstance(said, list) else ()
+    said = own.get("acceptance") if isinstance(own, dict) else None
+    if not isinstance(said, list):
+        return ()
+    right = (isinstance(a, int | float) and not isinstance(a, bool) and 0 <= a <= 1 for a in said)
+    return tuple(map(float, said)) if all(right) else ()
 
 
 def _is_table(name: str) -> bool:

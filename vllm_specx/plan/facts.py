@@ -29,6 +29,7 @@ DTYPE_BYTES = {
 TIMEOUT = 5.0
 """Seconds that a config.json may take to download."""
 _MOST_BYTES = 2**22
+_LARGEST = 2**31
 _NOT_DENSE = ("num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank")
 _SIZES = (
     "hidden_size",
@@ -113,6 +114,11 @@ def read_facts(model: str, folders: Sequence[Path] = (), *, download: bool = Tru
     """
     config, source = read_config(model, folders, download=download)
     return facts_of(model, config, source, committed().get(model, {}))
+
+
+def whole(config: Mapping[str, Any], key: str, name: str) -> int | None:
+    """A size that a configuration may leave out. Raises ConfigError for what is none."""
+    return None if config.get(key) is None else _size(config, key, name)
 
 
 def facts_of(
@@ -252,7 +258,7 @@ def _downloaded(model: str, download: bool) -> tuple[str, str]:
 def _size(flat: Mapping[str, Any], key: str, name: str, default: int | None = None) -> int:
     value = flat.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST:
         said = "has no" if value is None else f"has {shown(value)} for"
         raise ConfigError(
             f"the config.json of {name} {said} '{key}'; it must be a whole number from 1."
