@@ -56,7 +56,7 @@ def kind_of(temperature: float) -> int:
     return 1 if temperature < FREELY else 2
 
 
-SIBLING = 1.0
+SIBLING = 0.5
 """By how much less, in log-odds, what is not the likeliest continuation comes true."""
 
 
