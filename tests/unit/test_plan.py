@@ -362,3 +362,12 @@ def test_what_specx_auto_drafts_with(tmp_path: Path) -> None:
     found = planner.plan(seen, planner.Asked(gpu="H200"))
     assert found.speed.rows[-1].k == 4, "as many as the trained draft is asked for"
     assert found.draft.kind == "model"
+
+
+def test_a_stock_draft_is_shared_by_as_many_ranks_as_are_asked_for() -> None:
+    one = draft_of("draft_model")
+    four = planner.on_gpus(one, 4)
+    target = one.target()
+    assert four.draft(target).resident == pytest.approx(one.draft(target).resident / 4)
+    ours = planner.on_gpus(draft_of("specx:draft_model"), 4)
+    assert ours.draft(target).resident == one.draft(target).resident

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_specx.config import ConfigError
@@ -14,6 +14,7 @@ from vllm_specx.plan.facts import ModelFacts
 from vllm_specx.plan.formula import memory_bound_step
 from vllm_specx.plan.memory import Budget, budget
 from vllm_specx.plan.pairing import Pairing
+from vllm_specx.plan.pairing import pairing as look_at
 from vllm_specx.plan.parallel import possible_ranks, refusal
 from vllm_specx.plan.speed import Speed, speed
 
@@ -140,8 +141,7 @@ def on_gpus(pairing: Pairing, count: int | None) -> Pairing:
         changed = recipe.on_gpus(count)
     else:
         changed = recipe.with_flags({"tensor-parallel-size": count, "pipeline-parallel-size": 1})
-    ranks = pairing.draft_ranks if pairing.own or pairing.draft_ranks == 1 else count
-    return replace(pairing, recipe=changed, draft_ranks=ranks)
+    return look_at(changed, pairing.folders)
 
 
 def _gpu(pairing: Pairing, said: str | None) -> tuple[str, tuple[str, ...]]:
