@@ -138,7 +138,7 @@ def _sentence(error: ValidationError, kind: str, keys: Sequence[str]) -> str:
     if first["type"] == "missing":
         return f"the key '{key}' is missing."
     message = first["msg"].removeprefix("Value error, ")
-    if not first["loc"] and message.startswith("'"):
+    if not first["loc"] and message.startswith(("'", "unknown key")):
         return message if message.endswith("?") else f"{message.rstrip('.')}."
     message = message.rstrip(".")
     shown: Any = first["input"]

@@ -45,7 +45,10 @@ GPUS = [
     for name in NAMES
     for n in sorted({loaded(name).tensor_parallel_size, *loaded(name).gpus})
 ]
-BOOTS = [(name, n) for name, n in GPUS if n in (1, 2)]
+BOOTS = [(name, 1) for name in NAMES] + [
+    (name, 2) for name in NAMES if any(n > 1 for other, n in GPUS if other == name)
+]
+"""On one rank, and on two where the recipe is for several."""
 
 
 def rendered(name: str, gpus: int, *extra: str) -> list[str]:
@@ -202,7 +205,7 @@ def _run(arguments: dict[str, Any], ranks: int, log: Path) -> Booted:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("name", "ranks"), BOOTS)
 def test_it_boots(name: str, ranks: int, made: Twins) -> None:
-    recipe = loaded(name).on_gpus(ranks)
+    recipe = loaded(name).with_flags({"tensor-parallel-size": ranks})
     said, drafted, accepted = boot(recipe, made)
     assert said == made.says(str(recipe.model))
     assert all(len(tokens) == 16 for tokens in said)
@@ -218,6 +221,18 @@ def test_one_recipe_boots(made: Twins) -> None:
     assert said == made.says(str(recipe.model))
     assert said[1][:3] == [twins.PROMPTS[1][-1] + n for n in (1, 2, 3)]
     assert drafted >= accepted > 0
+
+
+def test_the_table_of_flags_has_those_of_the_installed_vllm() -> None:
+    """python -m vllm_specx.engine.serve_flags"""
+    from vllm_specx.engine.serve_flags import of_installed_vllm
+    from vllm_specx.recipes.flags import TABLE
+
+    for name, said in of_installed_vllm().items():
+        known = TABLE[name]
+        assert known.get("type") == said.get("type"), name
+        for kind in ("choices", "keys"):
+            assert set(known.get(kind, ())) >= set(said.get(kind, ())) or kind not in known, name
 
 
 def test_the_table_names_flags_that_there_are() -> None:

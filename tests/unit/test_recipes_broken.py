@@ -139,6 +139,8 @@ EAGLE = "method: 'specx:eagle', model: MODELS/"
         (pair(NGRAM + ", num_speculative_tokens: 2.5"), "'speculation.num_speculative_tokens' is 2.5", "valid integer"),
         (pair("method: specx:ngran"), "'specx:ngran'", "did you mean 'specx:ngram'"),
         (pair("num_speculative_tokens: 3"), "'speculation.method' is missing", ""),
+        (pair("method: ngrams, num_speculative_tokens: 3"), "'speculation.method' is 'ngrams'", "did you mean 'ngram'"),
+        (pair("method: ngram, num_speculative_token: 3"), "'speculation.num_speculative_token'", "did you mean 'num_speculative_tokens'"),
         (pair(NGRAM + ", max_mach: 3"), "'max_mach'", "did you mean 'max_match'"),
         (pair(NGRAM + ", model: MODELS/draft"), "'model'", "known:"),
         (pair(NGRAM, more="controller: {k_min: 4, k_max: 2}"), "k_min (4)", "swap them"),

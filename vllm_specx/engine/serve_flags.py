@@ -7,6 +7,7 @@ the package; a test compares the two.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from typing import Any
 
@@ -23,7 +24,14 @@ def of_installed_vllm() -> dict[str, dict[str, Any]]:
         names = [name for name in action.option_strings if name.startswith("--")]
         if names and names[0] != "--help":
             found[names[0][2:]] = _described(action)
+    found["speculative-config"]["keys"] = sorted(_speculative_keys())
     return found
+
+
+def _speculative_keys() -> list[str]:
+    from vllm.config import SpeculativeConfig
+
+    return [field.name for field in dataclasses.fields(SpeculativeConfig) if field.init]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,9 +70,12 @@ def main() -> None:
     table = {name: dict(said) for name, said in flags.TABLE.items()}
     for name, said in of_installed_vllm().items():
         before = table.get(name, {})
-        if "choices" in said:
-            others = [c for c in before.get("choices", []) if c not in said["choices"]]
-            said["choices"] = [*said["choices"], *others]
+        for kind in ("choices", "keys"):
+            if kind in said:
+                others = [one for one in before.get(kind, []) if one not in said[kind]]
+                said[kind] = [*said[kind], *others]
+        if name in table and "choices" not in before:
+            said.pop("choices", None)  # one of the versions takes more than these
         table[name] = said
     lines = [f" {json.dumps(name)}: {json.dumps(table[name])}" for name in sorted(table)]
     flags.FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")

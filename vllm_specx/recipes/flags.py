@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from vllm_specx.messages import shown
 FILE = Path(__file__).with_name("serve_flags.json")
 TABLE: Mapping[str, Mapping[str, Any]] = json.loads(FILE.read_text()) if FILE.exists() else {}
 """Of vLLM 0.32 and 0.33, made by engine/serve_flags.py. `type`: boolean (`--x` and `--no-x`), switch
-(`--x` only), integer, number, json, or absent: text that vLLM judges. `choices`; `list`: several values."""
+(`--x` only), integer, number, json, or absent: text that vLLM judges. `choices`; `list`: several values; `keys` of --speculative-config."""
 ELSEWHERE = {
     "model": "write it as the key 'model' of the recipe",
     "speculative-config": "write it as the key 'speculation' of the recipe",
@@ -23,6 +23,19 @@ ELSEWHERE = {
     "config": "write its flags into the recipe",
 }
 """Flags with another place in a recipe."""
+
+
+def speculation_problem(method: str, keys: Iterable[str]) -> str | None:
+    """What looks misspelt in a mapping for one of vLLM's own methods; None: nothing. Methods and keys
+    that are like none of 0.32 and 0.33 are left to vLLM."""
+    methods = TABLE["spec-method"]["choices"]
+    known = [*TABLE["speculative-config"]["keys"], "specx"]
+    if method not in methods and (close := difflib.get_close_matches(method, methods, n=1)):
+        return f"'speculation.method' is '{method}'; did you mean '{close[0]}'?"
+    for key in keys:
+        if key not in known and (close := difflib.get_close_matches(key, known, n=1)):
+            return f"unknown key 'speculation.{key}'; did you mean '{close[0]}'?"
+    return None
 
 
 def problem(name: str, value: Any) -> str | None:

@@ -171,6 +171,15 @@ class Recipe(Part):
         return read
 
     @model_validator(mode="after")
+    def _known_to_vllm(self) -> Recipe:
+        if self.speculation is None or self.speculation.is_ours:
+            return self  # the method's own configuration judges ours
+        keys = self.speculation.model_dump(exclude_unset=True)
+        if said := flags.speculation_problem(self.speculation.method, keys):
+            raise ValueError(said)
+        return self
+
+    @model_validator(mode="after")
     def _one_controller(self) -> Recipe:
         if self.controller is None:
             return self
