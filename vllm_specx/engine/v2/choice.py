@@ -22,6 +22,8 @@ logger = logging.getLogger(f"vllm.{__name__}")
 Runner = Literal["v1", "v2"]
 OF_CUSTOM_CLASS = "speculative method 'custom_class'"
 """How vLLM's VllmConfig._get_v2_model_runner_unsupported_features names it."""
+V1_ONLY = ("suffix", "medusa", "mlp_speculator")
+"""vLLM's methods that V2 does not serve, whatever else is asked for (the same function)."""
 
 
 def obstacle(settings: config.SpecxConfig) -> str | None:
