@@ -6,6 +6,8 @@ An interpreted engine takes a minute for a few short answers, so one of these ru
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.engine.test_distribution import p_value
 from tests.support import v2
 from tests.support.engine import Engine, ids
 from tests.support.heads import random_heads
+from tests.support.tiny import tiny_llama
 from tests.support.vllm_0_33 import overlay
 from vllm_specx.draft.checkpoints import TargetShape
 from vllm_specx.draft.eagle_checkpoints import load_eagle
@@ -42,6 +46,25 @@ def expected(plain: Engine) -> list[list[int]]:
 
 def medusa(heads: str, **keys: Any) -> dict[str, Any]:
     return {"method": "specx:medusa", "model": heads, "num_speculative_tokens": 4, **keys}
+
+
+def ngram(**keys: Any) -> dict[str, Any]:
+    """Few windows: each costs the interpreter a second a step."""
+    few = {"min_match": 2, "max_match": 4, "runner": "v2"}
+    return {"method": "specx:ngram", "num_speculative_tokens": 4, **few, **keys}
+
+
+def both(draft: str, **keys: Any) -> dict[str, Any]:
+    return {**ngram(**keys), "method": "specx:auto", "model": draft, "num_speculative_tokens": 6}
+
+
+def eagle_3(model: str, folder: Path) -> str:
+    """Ours, in vLLM's layout and with an lm_head of its own."""
+    shape = TargetShape(576, 49152, torch.float32, num_layers=30)
+    tied = load_file(Path(model) / "model.safetensors")["model.embed_tokens.weight"].float()
+    weights = load_eagle(TRAINED / "smollm2-135m-eagle3", shape)
+    save_for_vllm(weights, folder / "draft", vocab_size=49152, lm_head=tied)
+    return str(folder / "draft")
 
 
 def check(answer: dict[str, Any], expected: list[list[int]], accepted: int) -> None:
@@ -73,25 +96,62 @@ def test_heads_under_asynchronous_scheduling_while_k_moves(
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_ngram_lookahead(model: str, plain: Engine, asynchronous: bool) -> None:
-    """Few windows: each costs the interpreter a second a step."""
     tokens = 12
-    ngram = {
-        "method": "specx:ngram",
-        "num_speculative_tokens": 4,
-        "runner": "v2",
-        "min_match": 2,
-        "max_match": 4,
-    }
     answer = v2.run(
         model,
         COPYING,
-        ngram,
+        ngram(),
         max_tokens=tokens,
         asynchronous=asynchronous,
         ks=(4, 0, 4, 4, 2, 4),
     )
     assert answer["speculator"] == "NgramSpeculator"
     check(answer, ids(plain.tokens(COPYING, max_tokens=tokens, ignore_eos=True)), accepted=20)
+
+
+@pytest.mark.slow
+def test_what_one_request_said_another_one_drafts(model: str, expected: list[list[int]]) -> None:
+    """The same four prompts twice; then each for itself, as it asks."""
+    accepted = []
+    for pool in ("mine", "off"):
+        alone = {"extra_args": {"specx_pool": pool}}
+        answer = v2.run(
+            model, PROMPTS, ngram(controller={"static_k": 4}), batches=(4, 4), params=alone
+        )
+        assert answer["tokens"] == [expected, expected]
+        assert answer["synchronized"] == []
+        accepted.append(answer["counters"]["vllm:spec_decode_num_accepted_tokens"])
+    assert accepted[0] > accepted[1] + 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_both_with_heads(model: str, expected: list[list[int]], asynchronous: bool) -> None:
+    answer = v2.run(
+        model,
+        PROMPTS,
+        both(str(TRAINED / "smollm2-135m-hydra")),
+        batches=(1, 4, 4),
+        asynchronous=asynchronous,
+        ks=(6, 0, 0, 2, 6, 1, 6, 6),
+    )
+    assert answer["speculator"] == "AutoSpeculator"
+    check(answer, expected, accepted=40)
+
+
+@pytest.mark.slow
+def test_both_with_vllms_eagle_3(model: str, expected: list[list[int]], tmp_path: Path) -> None:
+    answer = v2.run(
+        model,
+        PROMPTS,
+        both(eagle_3(model, tmp_path)),
+        batches=(1, 4, 4),
+        asynchronous=True,
+        ks=(6, 0, 0, 2, 6, 1, 6, 6),
+    )
+    assert answer["speculator"] == "AutoEagleSpeculator"
+    assert answer["scheduler"] == "SpecxV2AsyncScheduler"
+    check(answer, expected, accepted=40)
 
 
 @pytest.mark.slow
@@ -113,13 +173,9 @@ def test_heads_with_the_controller(
 def test_eagle_3_is_vllms_own_under_our_controller(
     model: str, expected: list[list[int]], tmp_path: Path
 ) -> None:
-    shape = TargetShape(576, 49152, torch.float32, num_layers=30)
-    tied = load_file(Path(model) / "model.safetensors")["model.embed_tokens.weight"].float()
-    weights = load_eagle(TRAINED / "smollm2-135m-eagle3", shape)
-    save_for_vllm(weights, tmp_path / "draft", vocab_size=49152, lm_head=tied)
     draft = {
         "method": "specx:eagle",
-        "model": str(tmp_path / "draft"),
+        "model": eagle_3(model, tmp_path),
         "num_speculative_tokens": 3,
         "runner": "v2",
     }
@@ -129,11 +185,12 @@ def test_eagle_3_is_vllms_own_under_our_controller(
     check(answer, expected, accepted=8)
 
 
-@pytest.mark.slow
-def test_chunked_prefill_and_preemption(model: str) -> None:
-    """A prompt is read in pieces, and four requests do not fit into the cache at once."""
+@pytest.fixture(scope="module")
+def tight(model: str) -> tuple[list[list[int]], dict[str, Any], list[list[int]]]:
+    """Prompts that are read in pieces, an engine whose cache does not hold four of them, what V2 says to
+    them there without speculation."""
     prompts = [[*PROMPTS[i], *range(100 + 7 * i, 160 + 7 * i)] for i in range(4)]
-    tight: dict[str, Any] = {
+    engine: dict[str, Any] = {
         "max_num_batched_tokens": 40,
         "num_gpu_blocks_override": 10,
         "block_size": 32,
@@ -141,24 +198,98 @@ def test_chunked_prefill_and_preemption(model: str) -> None:
         "max_tokens": 40,
         "batches": (4,),
     }
-    plain = v2.run(model, prompts, None, **tight)
-    heads = medusa(str(TRAINED / "smollm2-135m-hydra"), controller="off")
-    answer = v2.run(model, prompts, heads, asynchronous=True, **tight)
-    assert answer["counters"]["vllm:num_preemptions"] > 0
-    check(answer, plain["tokens"][0], accepted=3)
+    return prompts, engine, v2.run(model, prompts, None, **engine)["tokens"][0]
+
+
+HYDRA = str(TRAINED / "smollm2-135m-hydra")
+EACH = {
+    "medusa": medusa(HYDRA, controller="off"),
+    "ngram": ngram(controller="off"),
+    "auto": both(HYDRA, controller="off"),
+}
 
 
 @pytest.mark.slow
-def test_vllm_0_33(model: str, expected: list[list[int]], tmp_path: Path) -> None:
-    folder = overlay(tmp_path / "overlay")
+@pytest.mark.parametrize("name", EACH)
+def test_chunked_prefill_and_preemption(model: str, tight: Any, name: str) -> None:
+    prompts, engine, wanted = tight
+    answer = v2.run(model, prompts, EACH[name], asynchronous=True, **engine)
+    assert answer["counters"]["vllm:num_preemptions"] > 0
+    check(answer, wanted, accepted=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EACH)
+def test_vllm_0_33(
+    model: str, expected: list[list[int]], name: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = overlay(tmp_path_factory.mktemp(name) / "overlay")
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     answer = v2.run(
         model,
         PROMPTS,
-        medusa(str(TRAINED / "smollm2-135m-hydra")),
+        {**EACH[name], "controller": "on"},
+        batches=(1, 4, 4),
         asynchronous=True,
         ks=UP_AND_DOWN,
         env={"PYTHONPATH": path},
     )
     assert "v0.33.0" in answer["log"], "the overlay was not what ran"
     check(answer, expected, accepted=5)
+
+
+@pytest.mark.slow
+def test_choices_graphs_and_waits_on_vllm_0_33(tmp_path: Path) -> None:
+    """The files of tests that need no engine."""
+    folder = overlay(tmp_path / "overlay")
+    here = Path(__file__)
+    files = [str(here.with_name(f"test_v2_{name}.py")) for name in ("choice", "captured", "waits")]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
+        env={**os.environ, "PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["medusa", "auto"])
+def test_a_seed_gives_the_same_text_again(model: str, name: str) -> None:
+    """As with vLLM's own methods there: with the same drafts. What others said before changes none."""
+    alike = {"temperature": 0.9, "seed": 5}
+    answer = v2.run(model, PROMPTS, EACH[name], batches=(1, 1), max_tokens=10, params=alike)
+    assert answer["tokens"][0] == answer["tokens"][1]
+    other = v2.run(model, PROMPTS[::-1], EACH[name], batches=(1,), max_tokens=10, params=alike)
+    assert other["tokens"][0][::-1] == answer["tokens"][0]
+
+
+@pytest.mark.slow
+def test_sampled_text_has_the_targets_distribution(tmp_path: Path) -> None:
+    """Tokens after accepted, rejected and bonus positions against those without speculation: 800 samples
+    each of a small random target, which shows gross faults only (tests/engine/test_distribution.py says
+    how V1 is tested). Its own text is the prompt, so that n-grams come back."""
+    target = tiny_llama(tmp_path / "target")
+    small: dict[str, Any] = {
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 40,
+        "max_num_batched_tokens": 2048,
+        "kv_cache_memory_bytes": 2**26,
+    }
+    warm = {"temperature": 0.7, "detokenize": False}
+    own = v2.run(target, [[1, 2, 3]], None, batches=(1,), max_tokens=120, params=warm, **small)
+    prompts = [[1, 2, 3, *own["tokens"][0][0]]] * 800
+    drafts = ngram(controller={"static_k": 2}, min_match=1)
+    samples = []
+    for speculative in (None, drafts):
+        answer = v2.run(
+            target, prompts, speculative, batches=(800,), max_tokens=4, params=warm, **small
+        )
+        samples.append(answer["tokens"][0])
+    counters = answer["counters"]
+    drafted = counters["vllm:spec_decode_num_draft_tokens"]
+    accepted = counters["vllm:spec_decode_num_accepted_tokens"]
+    assert 0.05 * drafted < accepted < 0.95 * drafted
+    for place in range(1, 4):
+        one, other = ([tokens[place] for tokens in each] for each in samples)
+        assert p_value(one, other) > 1e-4

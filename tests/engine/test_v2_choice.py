@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from vllm_specx.draft.medusa_device import DeviceHeads
 from vllm_specx.draft.proposer import DraftContext
 from vllm_specx.engine.translate import CLASSES
 from vllm_specx.engine.v2 import choice, seams
+from vllm_specx.engine.v2.ngram_index import keep_on_device
 from vllm_specx.models.embedded import checkpoint
 
 HEADS = {"proposer": "medusa", "heads": "HEADS"}
@@ -46,7 +48,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (HEADS, "v2", None),
         ({**HEADS, "runner": "v1"}, "v1", None),
-        ({**HEADS, "topology": "tree"}, "v1", "drafts trees"),
+        ({**HEADS, "tree": {}}, "v1", "drafts trees"),
         ({**HEADS, "min_probability": 0.3}, "v1", "min_probability"),
         ({**HEADS, "min_probability": 0.0}, "v2", None),
         ({"proposer": "ngram"}, "v2", None),
@@ -138,6 +140,7 @@ def asking(specx: dict[str, Any]) -> Any:
             "num_speculative_tokens": 3,
         },
         max_num_seqs=8,
+        data_parallel_size=1,
     )
 
 
@@ -188,6 +191,41 @@ def test_eagle_3_is_given_to_vllm_with_ngrams_beside_it(
     assert settings.depth == 2 and not settings.pool.enabled
     assert choice.runner_of(vllm_config) == "v2" and seams.ours(vllm_config)
     assert seams.scheduler_of(vllm_config, "SpecxAsyncScheduler").endswith("SpecxV2AsyncScheduler")
+
+
+@pytest.mark.parametrize(("method", "expected"), [("eagle3", True), ("suffix", False)])
+def test_of_vllms_methods_too_and_only_of_those_that_v2_serves(
+    with_triton: None, monkeypatch: pytest.MonkeyPatch, method: str, expected: bool
+) -> None:
+    monkeypatch.setenv(ASKED, "1")
+    arguments = asking({"proposer": "ngram", "runner": "v2"})
+    arguments.additional_config = {"specx": {"proposer": "stock"}}
+    arguments.speculative_config = {"method": method, "num_speculative_tokens": 3}
+    seams.check(arguments)
+    assert (seams.TABLE in arguments.speculative_config) == expected
+
+
+def test_tokens_lie_on_the_device_for_look_ups() -> None:
+    """vLLM's StagedWriteTensor pins memory, which only GPUs have: its interface stands in."""
+    from vllm.v1.worker.gpu import buffer_utils
+
+    wanted = inspect.signature(buffer_utils.StagedWriteTensor).parameters
+    assert {"size", "dtype", "device", "uva_instead_of_gpu"} <= set(wanted)
+    assert '"_uva_buf"' in inspect.getsource(keep_on_device)
+    assert "self._uva_buf" in inspect.getsource(buffer_utils.StagedWriteTensor)
+
+    class Held:
+        def __init__(self, size: tuple[int, ...], dtype: Any, device: Any) -> None:
+            self.gpu, self.dtype = torch.zeros(size, dtype=dtype, device=device), dtype
+
+    dense = Held((2, 8), torch.int32, "cpu")
+    states = SimpleNamespace(all_token_ids=dense)
+    keep_on_device(states, torch.device("cpu"))
+    assert states.all_token_ids is dense
+    dense._uva_buf = object()  # type: ignore[attr-defined]
+    keep_on_device(states, torch.device("cpu"))
+    assert states.all_token_ids is not dense
+    assert states.all_token_ids.gpu.shape == (2, 8)
 
 
 @pytest.mark.parametrize(

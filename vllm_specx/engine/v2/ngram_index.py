@@ -30,6 +30,7 @@ class DeviceNgram:
         rows = vllm_config.scheduler_config.max_num_seqs
         sizes = windows(settings.min_match, settings.max_match)
         self.req_states = req_states
+        keep_on_device(req_states, device)
         self.longest = settings.max_match
         self.vocab_size: int = vllm_config.model_config.get_vocab_size()
         slots = slots_for(vllm_config.model_config.max_model_len)
@@ -114,6 +115,17 @@ class DeviceNgram:
                 self.vocab_size,
             )
         return matched
+
+
+def keep_on_device(req_states: Any, device: torch.device) -> None:
+    """Have the tokens of all requests in the device's memory, as vLLM does for its own ngram: otherwise
+    they lie in the host's, and each look-up goes there. Before any request, right after req_states is
+    made (v1/worker/gpu/model_runner.py)."""
+    held = req_states.all_token_ids
+    if hasattr(held, "_uva_buf"):
+        req_states.all_token_ids = type(held)(
+            tuple(held.gpu.shape), dtype=held.dtype, device=device
+        )
 
 
 def seeded(params: Any) -> bool:

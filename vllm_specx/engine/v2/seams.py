@@ -87,15 +87,14 @@ def _give_to_vllm(
 def _have_graphs_for_each_k(engine_args: Any, settings: SpecxConfig) -> None:
     """The table from which vLLM knows the K to capture; captured.py says why."""
     speculative = engine_args.speculative_config
-    given = speculative.get(TABLE)
-    stays_on_v1 = (
-        speculative.get("model") in CLASSES.values()
-        and settings.runner == "auto"
-        and not choice.asked_for_v2()
-        and (choice.obstacle(settings) or choice.shortfall(settings))
-    )
     most = speculative.get("num_speculative_tokens")
-    if given is not None or stays_on_v1 or not most:
+    if speculative.get(TABLE) is not None or not most or engine_args.data_parallel_size > 1:
+        return  # vLLM takes no table with data parallelism
+    if speculative.get("model") in CLASSES.values():
+        may_be_v1 = settings.runner == "auto" and not choice.asked_for_v2()
+        if may_be_v1 and (choice.obstacle(settings) or choice.shortfall(settings)):
+            return
+    elif speculative.get("method") in choice.V1_ONLY or speculative.get("parallel_drafting"):
         return
     if ks := captured.rungs(settings.controller, most):
         table = captured.table_of(ks, engine_args.max_num_seqs)
