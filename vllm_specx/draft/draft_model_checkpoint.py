@@ -102,7 +102,7 @@ def _owned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _owned_layer(layer: LayerWeights) -> LayerWeights:
-    tensors = {field.name: getattr(layer, field.name) for field in fields(layer)}
+    tensors: dict[str, Any] = {field.name: getattr(layer, field.name) for field in fields(layer)}
     return LayerWeights(
         **{name: None if each is None else _owned(each) for name, each in tensors.items()}
     )
