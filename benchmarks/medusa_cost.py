@@ -26,6 +26,7 @@ from vllm_specx.draft.checkpoints import HeadWeights, TargetShape, load_heads
 from vllm_specx.draft.dense import Dense
 from vllm_specx.draft.medusa import MedusaDrafter
 from vllm_specx.draft.medusa_config import MedusaConfig
+from vllm_specx.draft.tree_config import TreeConfig
 from vllm_specx.draft.medusa_heads import SequentialHeads
 from vllm_specx.draft.proposer import DraftContext
 from vllm_specx.draft.vocab import DraftVocab
@@ -106,7 +107,8 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             for form in ("packed", "plain", "compiled") if vocab == 8192 else ("packed",):
                 if form == "compiled" and topology == "tree":
                     continue
-                config = MedusaConfig(heads="random", topology=topology, min_probability=0.0)
+                tree = TreeConfig(nodes=32, branching=8) if topology == "tree" else None
+                config = MedusaConfig(heads="random", tree=tree, min_probability=0.0)
                 drafter = MedusaDrafter(config, heads, lm_head=lm_head, embeddings=lm_head)
                 if form != "packed":
                     unpack(drafter)

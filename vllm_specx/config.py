@@ -12,6 +12,7 @@ from vllm_specx.config_base import ProposerConfig, Strict
 from vllm_specx.draft.draft_model_config import DraftModelConfig as DraftModelConfig
 from vllm_specx.draft.eagle_config import EagleConfig as EagleConfig
 from vllm_specx.draft.medusa_config import MedusaConfig as MedusaConfig
+from vllm_specx.draft.tree_config import TreeConfig
 
 
 class ConfigError(ValueError):
@@ -41,6 +42,7 @@ class NgramConfig(ProposerConfig):
     """Time to verify one more token, in units of the fixed part of a decode step; unset, what the
     engine measures, and before that 0.06 on a CPU and 0.01 on a GPU."""
     pool: PoolConfig = PoolConfig()
+    tree: TreeConfig | None = None
 
     @model_validator(mode="after")
     def _some_match(self) -> NgramConfig:
@@ -67,18 +69,19 @@ class AutoConfig(ProposerConfig):
     """As in NgramConfig, as are max_match and pool."""
     max_match: Annotated[int, Field(ge=1, le=64)] = 64
     pool: PoolConfig = PoolConfig()
+    tree: TreeConfig | None = None
 
     def ngram(self) -> NgramConfig:
         """Of the n-gram lookahead. Raises ValueError if its keys do not go together."""
-        return NgramConfig(min_match=self.min_match, max_match=self.max_match, pool=self.pool)
+        return NgramConfig(min_match=self.min_match, max_match=self.max_match, pool=self.pool, tree=self.tree)
 
     def medusa(self) -> MedusaConfig:
         """Of the trained draft, if it is heads."""
-        return MedusaConfig(heads=self.heads, vocab=self.vocab)
+        return MedusaConfig(heads=self.heads, vocab=self.vocab, tree=self.tree)
 
     def eagle(self) -> EagleConfig:
         """Of the trained draft, if it is an EAGLE draft."""
-        kept = {"heads", "vocab", "cache_tokens", "aux_layers"}
+        kept = {"heads", "vocab", "cache_tokens", "aux_layers", "tree"}
         return EagleConfig(**self.model_dump(include=kept))
 
     def draft_model(self) -> DraftModelConfig:
@@ -121,7 +124,12 @@ DEFAULT_NUM_SPECULATIVE_TOKENS = {
 def drafts_by_goodput(settings: SpecxConfig) -> bool:
     """Whether drafts follow what they cost and promise, and no threshold that is configured."""
     own = (getattr(settings, key, None) for key in ("min_probability", "token_cost"))
-    return all(value is None for value in own) and getattr(settings, "topology", "chain") == "chain"
+    return all(value is None for value in own)
+
+
+def tree_of(settings: SpecxConfig) -> TreeConfig | None:
+    """How large draft trees may be; None: drafts are chains."""
+    return getattr(settings, "tree", None)
 
 
 def nearest(word: str, known: list[str]) -> str:

@@ -104,19 +104,19 @@ def test_a_reduced_vocabulary_names_target_ids(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["none", "hydra"])
-@pytest.mark.parametrize("topology", ["chain", "tree"])
-def test_every_dtype(tmp_path: Path, dtype: torch.dtype, kind: str, topology: str) -> None:
+@pytest.mark.parametrize("tree", [None, {"nodes": 32}])
+def test_every_dtype(tmp_path: Path, dtype: torch.dtype, kind: str, tree: dict[str, int] | None) -> None:
     if kind == "hydra":
         sequential(tmp_path)
     else:
         parallel(tmp_path)
     heads = load_heads(tmp_path, TargetShape(synthetic.HIDDEN, synthetic.VOCAB, dtype))
     drafter = MedusaDrafter(
-        config(topology=topology), heads, lm_head=LM_HEAD.to(dtype), embeddings=EMBEDDINGS.to(dtype)
+        config(tree=tree), heads, lm_head=LM_HEAD.to(dtype), embeddings=EMBEDDINGS.to(dtype)
     )
     hidden = torch.randn(3, synthetic.HIDDEN).to(dtype)
     drafts = drafter.propose(context(hidden, budgets=[5, 1, 0]))
-    assert len(drafts[0].tokens) == (3 if topology == "chain" else 5)
+    assert len(drafts[0].tokens) == (3 if tree is None else 5)
     assert len(drafts[1].tokens) == 1 and not len(drafts[2].tokens)
 
 
@@ -147,7 +147,7 @@ def test_parallel_trees_hold_the_most_probable_paths() -> None:
 def test_trees_are_trees_of_distinct_paths(tmp_path: Path, kind: str) -> None:
     heads = sequential(tmp_path)[0] if kind == "hydra" else parallel(tmp_path)
     drafter = MedusaDrafter(
-        config(topology="tree", nodes=24, top_k=4), heads, lm_head=LM_HEAD, embeddings=EMBEDDINGS
+        config(tree={"nodes": 24, "branching": 4}), heads, lm_head=LM_HEAD, embeddings=EMBEDDINGS
     )
     drafts = drafter.propose(context(torch.randn(3, synthetic.HIDDEN), budgets=[64, 9, 1]))
     assert [len(draft.tokens) for draft in drafts] == [24, 9, 1]
@@ -165,7 +165,7 @@ def test_trees_are_trees_of_distinct_paths(tmp_path: Path, kind: str) -> None:
 def test_a_sequential_trees_children_follow_from_their_parents(tmp_path: Path) -> None:
     heads, net = sequential(tmp_path)
     drafter = MedusaDrafter(
-        config(topology="tree", nodes=30, top_k=5), heads, lm_head=LM_HEAD, embeddings=EMBEDDINGS
+        config(tree={"nodes": 30, "branching": 5}), heads, lm_head=LM_HEAD, embeddings=EMBEDDINGS
     )
     hidden = torch.randn(1, synthetic.HIDDEN)
     step = context(hidden, budgets=[30])
@@ -182,7 +182,7 @@ def test_a_sequential_trees_children_follow_from_their_parents(tmp_path: Path) -
 def test_fixed_choices(tmp_path: Path) -> None:
     choices = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
     drafter = MedusaDrafter(
-        config(topology="tree", choices=choices), parallel(tmp_path), lm_head=LM_HEAD
+        config(tree={}, choices=choices), parallel(tmp_path), lm_head=LM_HEAD
     )
     hidden = torch.randn(2, synthetic.HIDDEN)
     best = drafter.logits(hidden).topk(2, -1).indices
@@ -197,7 +197,7 @@ def test_fixed_choices(tmp_path: Path) -> None:
 def test_choices_deeper_than_the_heads(tmp_path: Path) -> None:
     choices = tuple((0,) * n for n in range(1, 6))
     with pytest.raises(CheckpointError, match="5 deep"):
-        MedusaDrafter(config(topology="tree", choices=choices), parallel(tmp_path), lm_head=LM_HEAD)
+        MedusaDrafter(config(tree={}, choices=choices), parallel(tmp_path), lm_head=LM_HEAD)
 
 
 def test_what_is_missing_is_one_sentence(tmp_path: Path) -> None:
@@ -295,9 +295,9 @@ def test_calibration_learns_the_rate() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"choices": [[0]], "topology": "chain"}, "choices need topology 'tree'"),
-        ({"choices": [[0, 1]], "topology": "tree"}, "not its parent"),
-        ({"choices": [[0], [0]], "topology": "tree"}, "distinct"),
+        ({"choices": [[0]]}, "choices need the key 'tree'"),
+        ({"choices": [[0, 1]], "tree": {}}, "not its parent"),
+        ({"choices": [[0], [0]], "tree": {}}, "distinct"),
         ({"node": 3}, "Extra inputs"),
     ],
 )

@@ -137,7 +137,7 @@ class EagleDrafter(CachedDrafter):
             min_probability=config.min_probability,
             token_cost=config.token_cost,
         )
-        self._tree = tree
+        self._tree = tree = config.tree if tree is None else tree
         self._tree_rule = TreeRule(
             self._calibration,
             min_probability=config.min_probability,

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from vllm_specx.config_base import ProposerConfig
+from vllm_specx.draft.tree_config import TreeConfig
 
 
 class EagleConfig(ProposerConfig):
@@ -16,6 +17,7 @@ class EagleConfig(ProposerConfig):
     proposer: Literal["eagle"] = "eagle"
     heads: Annotated[str, Field(min_length=1)]
     """The checkpoint: a folder or a file (draft/eagle_checkpoints.py says which layouts are read)."""
+    tree: TreeConfig | None = None
     min_probability: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     """A draft ends where the estimated probability that all of it is accepted falls below this;
     unset, where one more token costs more than it promises (token_cost)."""

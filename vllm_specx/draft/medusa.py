@@ -22,7 +22,7 @@ from vllm_specx.draft.medusa_heads import ParallelHeads, SequentialHeads, sequen
 from vllm_specx.draft.outcomes import Outcomes, to_host
 from vllm_specx.draft.proposer import DraftContext
 from vllm_specx.draft.tree import EMPTY_DRAFT, DraftTree, IntArray
-from vllm_specx.draft.tree_limits import Limits, TreeLimits
+from vllm_specx.draft.tree_limits import TreeLimits
 from vllm_specx.draft.tree_rule import TreeRule, proposed_trees
 
 
@@ -52,8 +52,7 @@ class MedusaDrafter:
         device: torch.device | None = None,
         tree: TreeLimits | None = None,
     ) -> None:
-        if tree is None and config.topology == "tree":
-            tree = Limits(config.nodes, config.top_k, heads.depth)
+        tree = config.tree if tree is None else tree
         self._config, self._tree = config, tree
         reference = lm_head if lm_head is not None else heads.lm_heads
         if reference is None:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from vllm_specx.config_base import ProposerConfig
+from vllm_specx.draft.tree_config import TreeConfig
 
 
 class MedusaConfig(ProposerConfig):
@@ -15,11 +16,7 @@ class MedusaConfig(ProposerConfig):
     proposer: Literal["medusa"] = "medusa"
     heads: Annotated[str, Field(min_length=1)]
     """The checkpoint: a folder or a file (draft/checkpoints.py says which layouts are read)."""
-    topology: Literal["chain", "tree"] = "chain"
-    nodes: Annotated[int, Field(ge=1, le=64)] = 32
-    """The most tokens in a draft tree."""
-    top_k: Annotated[int, Field(ge=1, le=32)] = 8
-    """Candidates a head gives each place of the tree."""
+    tree: TreeConfig | None = None
     choices: tuple[tuple[Annotated[int, Field(ge=0, le=31)], ...], ...] | None = None
     """A fixed tree, as Medusa's `medusa_choices`: each path is the rank of the candidate at each
     depth. Unset, the tree is built each step by expected acceptance."""
@@ -36,8 +33,8 @@ class MedusaConfig(ProposerConfig):
     def _paths(self) -> MedusaConfig:
         if self.choices is None:
             return self
-        if self.topology != "tree":
-            raise ValueError("choices need topology 'tree'")
+        if self.tree is None:
+            raise ValueError("choices need the key 'tree'")
         paths = set(self.choices)
         if not paths or () in paths or len(paths) != len(self.choices):
             raise ValueError("choices must be distinct, non-empty paths")

@@ -102,6 +102,7 @@ class NgramLookahead:
         max_draft: int,
         tree: TreeLimits | None = None,
     ) -> None:
+        tree = config.tree if tree is None else tree
         self.config, self.tree = config, tree
         self.max_draft = max(1, max_draft if tree is None else min(max_draft, tree.nodes))
         self.max_model_len = max_model_len

@@ -40,5 +40,8 @@ class AutoProposer(EngineProposer):
         else:
             assert part is not None
             trained = eagle_drafter(self, part, target_model)
-        depth = min(settings.depth, self.num_speculative_tokens)
-        self.proposer = AutoDrafter(self.lookahead(settings.ngram()), trained, depth=depth)
+        tree = settings.tree
+        depth = min(settings.depth if tree is None else tree.depth, self.num_speculative_tokens)
+        self.proposer = AutoDrafter(
+            self.lookahead(settings.ngram()), trained, depth=depth, trees=tree is not None
+        )

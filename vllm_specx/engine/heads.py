@@ -51,7 +51,8 @@ def paced(
     """The drafter, left out where it does not pay; as it is, if the configuration says when to draft."""
     if not config.drafts_by_goodput(proposer.specx_config()):
         return drafter
-    return PacedDrafter(drafter, proposer.num_speculative_tokens)
+    trees = config.tree_of(proposer.specx_config()) is not None
+    return PacedDrafter(drafter, proposer.num_speculative_tokens, trees=trees)
 
 
 M = TypeVar("M", bound=MedusaDrafter)

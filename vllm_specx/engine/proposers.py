@@ -16,6 +16,7 @@ from vllm_specx.engine import seams
 from vllm_specx.engine.draft_probs import DraftProbs, sampling_rows
 from vllm_specx.engine.guard import Guard
 from vllm_specx.engine.translate import settings_of
+from vllm_specx.engine.trees import Trees
 
 if TYPE_CHECKING:
     from vllm_specx.draft.ngram import NgramLookahead
@@ -39,6 +40,9 @@ class EngineProposer(ABC):
     """Layers of the target whose input is asked for beside its last hidden state, as vLLM's
     set_aux_hidden_state_layers counts them. They change the target's compiled graph."""
 
+    trees: Trees | None = None
+    """Where drafts may be trees: how they are verified."""
+
     draft_probs: DraftProbs | None = None
     """Where drafts may be drawn at random: what they were drawn from."""
 
@@ -55,6 +59,9 @@ class EngineProposer(ABC):
         self.ended: list[str] = []
         # Forwards of the draft since the scheduler was last told; negative: see Proposer.draft_steps.
         self.draft_steps = 0
+        if config.tree_of(self.specx_config()) is not None:
+            self.trees = Trees()
+            self.specx_counts = self.trees.counts
         self.proposer = self.build()
 
     def made(self, draft_steps: int) -> None:

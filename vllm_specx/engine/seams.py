@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from vllm_specx import config
 from vllm_specx.config import ConfigError
-from vllm_specx.engine import contract, metrics_worker, padded_vocabulary
+from vllm_specx.engine import contract, metrics_worker, padded_vocabulary, tree_requests
 from vllm_specx.engine.patching import wrap
 from vllm_specx.engine.steering import VARYING
 from vllm_specx.engine.translate import SELECTED, translate
@@ -37,7 +37,7 @@ def install_runner_seams() -> None:
     """The seams of the worker, once specx is selected."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from vllm_specx.engine import draft_probs, step
+    from vllm_specx.engine import draft_probs, step, trees
 
     wrap(
         GPUModelRunner,
@@ -46,6 +46,7 @@ def install_runner_seams() -> None:
     )
     wrap(GPUModelRunner, "take_draft_token_ids", metrics_worker.told(step.take_draft_token_ids))
     wrap(GPUModelRunner, "_input_fits_in_drafter", step.input_fits_in_drafter)
+    wrap(GPUModelRunner, "_prepare_inputs", trees.prepare_inputs)
     wrap(GPUModelRunner, "_get_spec_decode_draft_probs", draft_probs.spec_decode_draft_probs)
     wrap(
         GPUModelRunner,
@@ -143,6 +144,8 @@ def _choose_scheduler(vllm_config: Any, settings: config.SpecxConfig) -> None:
 
 def _check_draft(vllm_config: Any, settings: config.SpecxConfig) -> None:
     """A draft that does not fit is refused here, before the target is loaded."""
+    if config.tree_of(settings) is not None:
+        tree_requests.check_model(vllm_config)
     if isinstance(settings, config.NgramConfig | config.StockConfig):
         return
     from vllm_specx.draft.checkpoints import load_heads

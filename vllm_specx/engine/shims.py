@@ -119,11 +119,14 @@ def spare_unused_work() -> None:
 
 
 def _sample(original: Any, runner: Any, logits: torch.Tensor | None, metadata: Any) -> Any:
-    """Without a draft in the batch: the way of an engine that does not speculate.
+    """With trees in the batch: theirs. Without a draft: the way of an engine that does not speculate.
 
     logits: [requests, vocabulary] then, one row a request in the batch's order. Gives
     `sampled_token_ids` int32 [requests, 1], as the rejection sampler does.
     """
+    trees = getattr(getattr(runner, "drafter", None), "trees", None)
+    if trees is not None and trees.running:
+        return trees.sample(original, runner, logits, metadata)
     if metadata is None or any(metadata.num_draft_tokens):
         return original(runner, logits, metadata)
     output = original(runner, logits, None)

@@ -67,6 +67,10 @@ def propose_draft_token_ids(
     runner._draft_prob_req_ids = None
     proposer = drafter.proposer
     assert proposer is not None, "load_model was not called"
+    sample_states = sample_hidden_states
+    states = drafter.states(hidden_states, aux_hidden_states)
+    if drafter.trees is not None:
+        sample_states, states = drafter.trees.in_order(sample_states, states)
 
     def step() -> list[list[int]]:
         context = build_context(
@@ -74,11 +78,11 @@ def propose_draft_token_ids(
             runner,
             scheduler_output,
             sampled_token_ids,
-            sample_hidden_states,
+            sample_states,
             spec_decode_metadata,
-            drafter.states(hidden_states, aux_hidden_states),
+            states,
         )
-        drafts = to_lists(proposer.propose(context), context)
+        drafts = lists_of(drafter, proposer.propose(context), context)
         drafter.made(proposer.draft_steps)
         drafter.ended.clear()
         return drafts
@@ -279,12 +283,32 @@ def _last_accepted_rows(
     return sample_hidden_states[rows]
 
 
+def lists_of(
+    drafter: EngineProposer, drafts: Sequence[DraftTree], context: DraftContext
+) -> list[list[int]]:
+    """vLLM's drafts; trees among them where they can be verified."""
+    if drafter.trees is None:
+        return to_lists(drafts, context)
+    _check_number(drafts, context)
+    return drafter.trees.lists(
+        drafts,
+        context.request_ids,
+        context.budgets.tolist(),
+        lambda request: drafter.requests[request].state.sampling_params,
+        context.vocab_size,
+    )
+
+
+def _check_number(drafts: Sequence[DraftTree], context: DraftContext) -> None:
+    if len(drafts) != len(context.request_ids):
+        raise ValueError(
+            f"the proposer answered {len(drafts)} drafts for {len(context.request_ids)} requests"
+        )
+
+
 def to_lists(trees: Sequence[DraftTree], context: DraftContext) -> list[list[int]]:
     """vLLM's drafts: within budget, and cut before the first id outside the vocabulary."""
-    if len(trees) != len(context.request_ids):
-        raise ValueError(
-            f"the proposer answered {len(trees)} drafts for {len(context.request_ids)} requests"
-        )
+    _check_number(trees, context)
     return [
         _valid(tree, int(budget), context.vocab_size)
         for tree, budget in zip(trees, context.budgets, strict=True)

@@ -130,9 +130,7 @@ def _short_form(
                 f"'{key}' is {own[key]!r} in the speculative config and {extra[key]!r} in the additional config; keep one."
             )
     own = {**extra, **own}
-    passed.setdefault("num_speculative_tokens", config.DEFAULT_NUM_SPECULATIVE_TOKENS[name])
-    _check_num_speculative_tokens(passed["num_speculative_tokens"])
-    config.parse(own)
+    _set_num_speculative_tokens(passed, config.parse(own), name)
     additional[SELECTED] = own
     return {"method": "custom_class", "model": CLASSES[name], **passed}, additional
 
@@ -155,9 +153,7 @@ def _long_form(
             f"specx.proposer is {own['proposer']!r}, but model is '{speculative['model']}'; keep one."
         )
     own = {**own, "proposer": name}
-    config.parse(own)
-    speculative.setdefault("num_speculative_tokens", config.DEFAULT_NUM_SPECULATIVE_TOKENS[name])
-    _check_num_speculative_tokens(speculative["num_speculative_tokens"])
+    _set_num_speculative_tokens(speculative, config.parse(own), name)
     additional[SELECTED] = own
     return {**speculative, "method": "custom_class"}, additional
 
@@ -175,6 +171,21 @@ def _parse_stock(own: Any) -> dict[str, Any]:
     parsed: dict[str, Any] = {"proposer": "stock", **own}
     config.parse(parsed)
     return parsed
+
+
+def _set_num_speculative_tokens(
+    speculative: dict[str, Any], settings: config.SpecxConfig, name: str
+) -> None:
+    """By default the proposer's usual number, or as many as a tree has nodes: each takes a place."""
+    tree = config.tree_of(settings)
+    usual = config.DEFAULT_NUM_SPECULATIVE_TOKENS[name]
+    value = speculative.setdefault("num_speculative_tokens", usual if tree is None else tree.nodes)
+    _check_num_speculative_tokens(value)
+    if tree is not None and value < tree.nodes:
+        raise ConfigError(
+            f"'num_speculative_tokens' is {value}, and tree.nodes is {tree.nodes}, each of which takes a draft "
+            "token's place; leave num_speculative_tokens out, or lower tree.nodes."
+        )
 
 
 def _check_num_speculative_tokens(value: Any) -> None:

@@ -29,10 +29,10 @@ V1_ONLY = ("suffix", "medusa", "mlp_speculator")
 def obstacle(settings: config.SpecxConfig) -> str | None:
     """Why a proposer with these keys cannot be served by V2 at all; None: it can. Raises CheckpointError
     if it depends on a draft that cannot be read."""
-    if isinstance(settings, config.NgramConfig):
+    if config.tree_of(settings) is not None:
+        return "drafts trees, whose rows, acceptance and commit V2 has no place for yet,"
+    if isinstance(settings, config.NgramConfig | config.MedusaConfig):
         return None
-    if isinstance(settings, config.MedusaConfig):
-        return "drafts trees" if settings.topology == "tree" else None
     if isinstance(settings, config.AutoConfig):
         from vllm_specx.engine.heads import trained_part
 

@@ -1,0 +1,159 @@
+"""Draft trees on vLLM's V1 runner: from what was drafted to what was accepted, a step at a time.
+
+A tree travels as an ordinary list of draft tokens, in an order in which every beginning is a tree. Before the
+target's forward its nodes get the positions of their depths (`prepare`), in it they see what is above them
+(tree_attention.py), and after it the target's tokens are followed down the tree (tree_sampling.py); then
+the keys and values of the accepted nodes go to where the next step looks for them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from vllm_specx.draft.tree import DraftTree
+from vllm_specx.engine import tree_sampling
+from vllm_specx.engine.tree_attention import TreeAttention, layout_is_known, order_of
+from vllm_specx.engine.tree_plan import plan_step
+from vllm_specx.engine.tree_requests import why_a_chain
+
+logger = logging.getLogger(f"vllm.{__name__}")
+
+NODES, ACCEPTED, FALLBACKS = "tree_nodes", "tree_accepted", "tree_fallbacks"
+"""Counts by name, as metrics_worker.COUNTS says."""
+
+
+class Trees:
+    """Of one runner; `EngineProposer.trees`."""
+
+    def __init__(self) -> None:
+        self.attention = TreeAttention()
+        self.counts: dict[str, Counter[str]] = {
+            NODES: Counter(),
+            ACCEPTED: Counter(),
+            FALLBACKS: Counter(),
+        }
+        self._drafted: dict[str, DraftTree] = {}
+        self._usable: bool | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether the step that runs has a tree in it."""
+        return self.attention.plan is not None
+
+    def lists(
+        self,
+        drafts: Sequence[DraftTree],
+        requests: Sequence[str],
+        limits: Sequence[int],
+        params: Callable[[str], Any],
+        vocab_size: int,
+    ) -> list[list[int]]:
+        """vLLM's lists of draft tokens, trees among them where the request can have one, else its best
+        path; params: a request's SamplingParams."""
+        self._drafted.clear()
+        made: list[list[int]] = []
+        for tree, request, limit in zip(drafts, requests, limits, strict=True):
+            if limit <= 0 or not len(tree.tokens):
+                made.append([])
+                continue
+            tree = tree.prefix(int(limit))
+            if not tree.is_chain:
+                reason = "attention" if self._usable is False else why_a_chain(params(request))
+                if reason:
+                    self.counts[FALLBACKS][reason] += 1
+                    tree = DraftTree.chain(tree.first_path())
+            tokens = tree.tokens.tolist()
+            for j, token in enumerate(tokens):
+                if not 0 <= token < vocab_size:
+                    tokens = tokens[:j]
+                    break
+            tree = tree.prefix(len(tokens))
+            if not tree.is_chain:
+                self._drafted[request] = tree
+            made.append(tokens)
+        return made
+
+    def prepare(self, runner: Any, output: Any, num_scheduled: Any) -> None:
+        """After GPUModelRunner._prepare_inputs: the plan, and its nodes' rotary positions. Their slots in
+        the cache stay one after the other."""
+        drafted = self._drafted
+        if not drafted:
+            self.attention.begin(None)
+            return
+        batch = runner.input_batch
+        size = batch.num_reqs
+        plan, nodes, positions = plan_step(
+            drafted,
+            output.scheduled_spec_decode_tokens,
+            batch.req_id_to_index,
+            num_scheduled[:size],
+            batch.num_computed_tokens_cpu[:size],
+        )
+        drafted.clear()
+        if plan is not None and self._usable is None:
+            self._attach(runner)
+        if not self._usable:
+            plan = None
+        self.attention.begin(plan)
+        if plan is not None:
+            self.counts[NODES][""] += sum(len(tree.tree.tokens) for tree in plan.trees)
+            runner.positions[torch.from_numpy(nodes)] = torch.from_numpy(positions)
+
+    def sample(
+        self, original: Callable[..., Any], runner: Any, logits: torch.Tensor, metadata: Any
+    ) -> Any:
+        """GPUModelRunner._sample of a step with trees."""
+        plan = self.attention.plan
+        assert plan is not None
+        sampled = tree_sampling.sample(plan, original, runner, logits, metadata)
+        self.counts[ACCEPTED][""] += sum(len(path) for path in plan.paths)
+        self.attention.commit()
+        return sampled
+
+    def in_order(
+        self,
+        sample_states: torch.Tensor | None,
+        states: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, ...]]:
+        """The target's states of the rows that have logits [N, hidden], and those of all rows, with
+        accepted nodes where an accepted chain would be. Ends the step."""
+        plan = self.attention.plan
+        self.attention.begin(None)
+        if plan is None:
+            return sample_states, tuple(states)
+        if sample_states is not None:
+            (sample_states,) = order_of(plan.kept(len(sample_states), logits=True), sample_states)
+        if not states:
+            return sample_states, ()
+        return sample_states, order_of(plan.kept(len(states[0]), logits=False), *states)
+
+    def _attach(self, runner: Any) -> None:
+        layers: Mapping[str, Any] = runner.compilation_config.static_forward_context
+        attention = [layer for layer in layers.values() if hasattr(layer, "impl")]
+        known = all(layout_is_known(layer.impl, layer, layer.kv_cache) for layer in attention)
+        self._usable = known and bool(attention)
+        if self._usable:
+            self.attention.attach(attention)
+            logger.info("vllm_specx: draft trees are verified in one forward of the target.")
+        else:
+            logger.warning(
+                "vllm_specx: this attention backend keeps its cache in a layout that trees are not read "
+                "from yet, so the best path of each draft tree is verified as a chain."
+            )
+
+
+def prepare_inputs(
+    original: Callable[..., Any], runner: Any, scheduler_output: Any, num_scheduled_tokens: Any
+) -> Any:
+    """GPUModelRunner._prepare_inputs: then the plan of the step's trees. Can go when vLLM verifies
+    trees."""
+    prepared = original(runner, scheduler_output, num_scheduled_tokens)
+    trees: Trees | None = getattr(getattr(runner, "drafter", None), "trees", None)
+    if trees is not None:
+        trees.prepare(runner, scheduler_output, num_scheduled_tokens)
+    return prepared
