@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -189,17 +193,33 @@ def test_a_real_drafters_memory_is_what_is_planned(tmp_path: Path) -> None:
 
 
 def test_a_real_eagle_drafts_memory_is_what_is_planned() -> None:
-    heads = RECIPES / "heads" / "smollm2-135m-eagle3"
-    target = read_facts("embedded:smollm2-135m-instruct")
-    planned = drafts.eagle(str(heads), target, drafts.Room(4, 1024), own=True, ranks=1, version=1)
-    shapes = drafts.header(heads / "model.safetensors")
-    stored = sum(drafts._size(s) for n, s in shapes.items() if n not in ("d2t", "t2d"))
-    of_target = 12288 * 576  # the draft vocabulary's rows of the target's lm_head
-    assert planned.resident == pytest.approx(2 * (stored + of_target), rel=0.001)
-    assert planned.acceptance[0] == pytest.approx(0.6959)
-    from vllm_specx.draft.paged_cache import PAGE
+    import torch
 
-    assert planned.cache == 4 * 1024 * (2 * 3 * 64 + 576 // PAGE) * 2
+    from vllm_specx.config import EagleConfig
+    from vllm_specx.draft.checkpoint_files import TargetShape
+    from vllm_specx.draft.eagle import EagleDrafter
+    from vllm_specx.draft.eagle_checkpoints import load_eagle
+
+    heads = str(RECIPES / "heads" / "smollm2-135m-eagle3")
+    target = dataclasses.replace(read_facts("embedded:smollm2-135m-instruct"), element=4)
+    rows = torch.zeros(49152, 576)
+    drafter = EagleDrafter(
+        EagleConfig(heads=heads),
+        load_eagle(heads, TargetShape(576, 49152, torch.float32, 30)),
+        lm_head=rows,
+        embeddings=rows,
+        max_batch=4,
+        max_model_len=1000,
+        cache_tokens=4 * 1000,
+    )
+    planned = drafts.eagle(heads, target, drafts.Room(4, 1000), own=True, ranks=1, version=1)
+    assert planned.cache == pytest.approx(drafter._cache.nbytes)
+    assert planned.resident == pytest.approx(
+        drafter._net.bytes - drafter._net.rotary.bytes, rel=0.001
+    )
+    assert planned.acceptance[0] == pytest.approx(0.6959)
+    shared = drafts.eagle(heads, target, drafts.Room(4, 1000), own=True, ranks=2, version=1)
+    assert shared.resident - planned.resident == 49152 * 576 * 4, "embeddings gathered on each rank"
 
 
 def test_what_a_larger_batch_changes() -> None:
@@ -371,3 +391,29 @@ def test_a_stock_draft_is_shared_by_as_many_ranks_as_are_asked_for() -> None:
     assert four.draft(target).resident == pytest.approx(one.draft(target).resident / 4)
     ours = planner.on_gpus(draft_of("specx:draft_model"), 4)
     assert ours.draft(target).resident == one.draft(target).resident
+
+
+def test_sizes_of_a_hub_model_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "some" / "model" / "resolve" / "main"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(committed()[SEVENTY]["config"]))
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    handler = functools.partial(Quiet, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        monkeypatch.setattr(
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+            address + "/{repo_id}/resolve/{revision}/{filename}",
+        )
+        found = read_facts("some/model")
+        with pytest.raises(ConfigError, match="cannot be downloaded"):
+            read_facts("some/other")
+        server.shutdown()
+    assert found.parameters == 70_553_706_496
+    assert found.source.startswith(address)

@@ -239,7 +239,7 @@ def _downloaded(model: str, download: bool) -> tuple[str, str]:
         raise ConfigError(f"{unknown}; give the path of its config.json.")
     try:
         from huggingface_hub import constants, hf_hub_url
-        from huggingface_hub.utils._headers import build_hf_headers
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
         if constants.HF_HUB_OFFLINE:
             raise OSError("HF_HUB_OFFLINE is set")
