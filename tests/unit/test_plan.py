@@ -417,3 +417,25 @@ def test_sizes_of_a_hub_model_are_fetched(tmp_path: Path, monkeypatch: pytest.Mo
         server.shutdown()
     assert found.parameters == 70_553_706_496
     assert found.source.startswith(address)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [(32768, 32768), ("32K", 32768), ("32k", 32000), ("1.5k", 1500), ("77", 77)]
+    + [(value, None) for value in (-1, "-1", "auto", True, None, "k", 1.5, [])],
+)
+def test_lengths_as_vllm_lets_them_be_written(written: Any, read: int | None) -> None:
+    serve = {} if written is None else {"max-model-len": written}
+    chosen = Recipe.model_construct(model=SEVENTY, speculation=None, serve=serve)
+    assert pairing(chosen).integer("max-model-len") == read
+
+
+def test_a_strange_number_of_ranks_ends_nothing() -> None:
+    for ranks in (0, -2, 7, 10**9):
+        chosen = Recipe.model_construct(
+            model=SEVENTY, speculation=None, serve={"tensor-parallel-size": ranks}
+        )
+        try:
+            planner.plan(pairing(chosen), planner.Asked(gpu="H200"))
+        except ConfigError as error:
+            assert "do not divide" in str(error)

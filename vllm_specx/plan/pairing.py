@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,9 @@ REQUESTS, BATCHED_TOKENS = 256, 2048
 """vllm/engine/arg_utils.py: max_num_seqs and max_num_batched_tokens of a server, on most GPUs."""
 LARGE_REQUESTS, LARGE_BATCHED_TOKENS = 1024, 8192
 """Of GPUs from 70 GiB on that are no A100."""
+_HUMAN = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)([kKmMgG]?)")
+_TIMES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+"""vllm/utils/argparse_utils.py: human_readable_int."""
 _STOCK_DRAFTS = {"draft_model": "model", "eagle": "eagle", "eagle3": "eagle", "medusa": "medusa"}
 _OUR_DRAFTS = {"draft_model": "model", "eagle": "eagle", "medusa": "medusa", "auto": "auto"}
 
@@ -63,7 +67,7 @@ class Pairing:
     @property
     def ranks(self) -> int:
         """Tensor-parallel ones of the target."""
-        return self.recipe.tensor_parallel_size
+        return max(1, self.recipe.tensor_parallel_size)
 
     @property
     def stages(self) -> int:
@@ -71,11 +75,14 @@ class Pairing:
         return self.integer("pipeline-parallel-size") or 1
 
     def integer(self, flag: str) -> int | None:
-        """The value of a flag of vllm serve; None: not set, or not a number (`auto`, `32k`)."""
+        """The value of a flag of vllm serve, also as vLLM lets it be written (`32k`, `1.5M`); None: not
+        set, no number, or not from 1 up (`auto`, -1)."""
         value = self.recipe.serve.get(flag)
-        if isinstance(value, str) and value.isdecimal():
-            return int(value)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+        match = _HUMAN.fullmatch(value.strip()) if isinstance(value, str) else None
+        if match is not None:
+            value = int(float(match[1]) * _TIMES[match[2]])
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        return int(value) if whole else None  # type: ignore[arg-type]
 
     def number(self, flag: str, default: float) -> float:
         """As integer(), also with a fraction."""
@@ -176,7 +183,9 @@ def pairing(recipe: Recipe, folders: Sequence[Path] = ()) -> Pairing:
         return Pairing(recipe, tuple(folders), "none", False, False, False, 1, None)
     own = speculation.method.startswith(PREFIX)
     kind = _kind(speculation, own)
-    ranks = 1 if own else speculation.draft_tensor_parallel_size or recipe.tensor_parallel_size
+    ranks = (
+        1 if own else speculation.draft_tensor_parallel_size or max(1, recipe.tensor_parallel_size)
+    )
     found = Pairing(
         recipe,
         tuple(folders),
