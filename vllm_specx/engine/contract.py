@@ -54,6 +54,7 @@ _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _BATCH = "vllm.v1.worker.gpu_input_batch"
 _V2 = "vllm.v1.worker.gpu"
+_CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
 
 HOOKS: tuple[Hook, ...] = (
     Hook(
@@ -173,7 +174,68 @@ HOOKS: tuple[Hook, ...] = (
         "vllm.v1.spec_decode.metadata",
         "SpecDecodeMetadata",
         "rows of a draft",
-        ("num_draft_tokens",),
+        (
+            "draft_token_ids",
+            "num_draft_tokens",
+            "cu_num_draft_tokens",
+            "target_logits_indices",
+            "bonus_logits_indices",
+        ),
+    ),
+    Hook(
+        _RUNNER,
+        "GPUModelRunner._prepare_inputs",
+        "positions of draft trees",
+        ("scheduler_output", "num_scheduled_tokens"),
+    ),
+    Hook(
+        "vllm.v1.sample.metadata",
+        "SamplingMetadata",
+        "walks down draft trees",
+        (
+            "temperature",
+            "top_p",
+            "top_k",
+            "generators",
+            "max_num_logprobs",
+            "no_penalties",
+            "prompt_token_ids",
+            "output_token_ids",
+            "allowed_token_ids_mask",
+            "bad_words_token_ids",
+            "logitsprocs",
+            "logprob_token_ids",
+            "spec_token_ids",
+            "thinking_budget_state_holder",
+        ),
+    ),
+    Hook(
+        "vllm.v1.sample.rejection_sampler",
+        "RejectionSampler.parse_output",
+        "walks down draft trees",
+        ("output_token_ids", "vocab_size", "logprobs_tensors"),
+    ),
+    Hook("vllm.v1.sample.rejection_sampler", "PLACEHOLDER_TOKEN_ID", "walks down draft trees"),
+    Hook(
+        _CPU_ATTENTION,
+        "CPUAttentionBackendImpl.forward",
+        "attention of draft trees",
+        ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+        cpu_only=True,
+    ),
+    Hook(
+        _CPU_ATTENTION,
+        "CPUAttentionBackendImpl.do_kv_cache_update",
+        "accepted nodes of draft trees",
+        ("layer", "key", "value", "kv_cache", "slot_mapping"),
+        cpu_only=True,
+    ),
+    Hook(
+        _CPU_ATTENTION,
+        "CPUAttentionMetadata",
+        "attention of draft trees",
+        ("block_table", "slot_mapping"),
+        cpu_only=True,
     ),
     Hook("vllm.v1.sample.rejection_sampler", "expand_kernel", "stock fault 1"),
     Hook(
@@ -257,9 +319,7 @@ HOOKS: tuple[Hook, ...] = (
         "what is shared when a request has ended on V2",
         ("scheduler_output",),
     ),
-    Hook(
-        f"{_V2}.spec_decode.eagle.speculator", "EagleSpeculator", "EAGLE-3 beside n-grams on V2"
-    ),
+    Hook(f"{_V2}.spec_decode.eagle.speculator", "EagleSpeculator", "EAGLE-3 beside n-grams on V2"),
     Hook(
         "vllm.config",
         "SpeculativeConfig.num_speculative_tokens_per_batch_size",
