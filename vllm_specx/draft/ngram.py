@@ -133,7 +133,12 @@ class NgramLookahead:
         found = self.predict(context)
         budgets = np.asarray(context.budgets, np.int64)
         lengths = self.lengths(found, budgets, self.costs(context))
-        return [found.draft(i, length) for i, length in enumerate(lengths.tolist())]
+        if found.parents is not None:
+            return [found.draft(i, length) for i, length in enumerate(lengths.tolist())]
+        return [
+            DraftTree.chain(found.tokens[i, :length]) if length else EMPTY_DRAFT
+            for i, length in enumerate(lengths.tolist())
+        ]
 
     def lengths(self, found: Prediction, budgets: LongArray, costs: FloatArray) -> LongArray:
         """int64 [B]: how much of each prediction to draft, at most budgets [B]."""
