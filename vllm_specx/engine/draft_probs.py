@@ -15,7 +15,7 @@ _GREEDY = 1e-5
 
 
 class DraftProbs:
-    """Of the drafts that wait to be verified: what they were drawn from, or that they are certain.
+    """Of the drafts that wait to be verified: what they were drawn from.
 
     A request that is not scheduled keeps its draft, and so what is known of it, until it is in a batch
     again; what stays for one is 64 numbers a token.
@@ -23,7 +23,7 @@ class DraftProbs:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._waiting: dict[str, Source | None] = {}
+        self._waiting: dict[str, Source] = {}
 
     def made(
         self,
@@ -38,17 +38,16 @@ class DraftProbs:
             del self._waiting[request]
         for request, draft in zip(requests, drafts, strict=True):
             self._waiting.pop(request, None)
-            if draft:
-                self._waiting[request] = sources.get(request)
+            if draft and request in sources:
+                self._waiting[request] = sources[request]
 
     def of(
         self, requests: Sequence[str], counts: Sequence[int], tokens: torch.Tensor
     ) -> torch.Tensor | None:
-        """float32 [N, V]: q of each draft token that is verified; None: all are certain.
+        """float32 [N, V]: q of each draft token that is verified; None: none of them was drawn.
 
-        counts: of each request's; tokens: int [N], all of them. A draft that is certain has all of q. One
-        of which nothing is known has none, so that it is rejected and the target's own distribution is
-        sampled, which is right whatever it came from.
+        counts: of each request's; tokens: int [N], all of them. A draft that was not drawn has all of q at
+        its token. So has one that is not what was drawn: vLLM has put it there, whatever was drawn.
         """
         drafted = [(r, n) for r, n in zip(requests, counts, strict=True) if n]
         found = [self._waiting.get(request) for request, _ in drafted]
@@ -57,19 +56,18 @@ class DraftProbs:
             return None
         width = known[0].ids.shape[1]
         tokens = tokens.to(torch.int64)
-        ids = torch.zeros(len(tokens), width, dtype=torch.int64, device=tokens.device)
+        # A grammar leaves -1 of a token that it forbids.
+        ids = tokens.clamp(min=0)[:, None].repeat(1, width)
         q = torch.zeros(len(tokens), width, dtype=torch.float32, device=tokens.device)
+        q[:, 0] = 1.0
         at = 0
-        for (request, count), source in zip(drafted, found, strict=True):
+        for (_, count), source in zip(drafted, found, strict=True):
             rows = slice(at, at + count)
             at += count
             if source is not None and len(source.tokens) >= count:
-                same = source.tokens[:count] == tokens[rows]
-                ids[rows] = source.ids[:count]
-                q[rows] = source.probabilities[:count] * same[:, None]
-            elif source is None and request in self._waiting:
-                ids[rows, 0] = tokens[rows].clamp(min=0)
-                q[rows, 0] = (tokens[rows] >= 0).float()
+                same = (source.tokens[:count] == tokens[rows])[:, None]
+                ids[rows] = torch.where(same, source.ids[:count], ids[rows])
+                q[rows] = torch.where(same, source.probabilities[:count], q[rows])
         whole = torch.zeros(len(tokens), self._vocab_size, device=tokens.device)
         return whole.scatter_add_(1, ids, q)
 
