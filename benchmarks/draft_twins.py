@@ -67,8 +67,8 @@ def make(model: str, base: Path | None = None) -> Path:
 def _layers(model: str) -> set[int]:
     layers: set[int] = set()
     for part in model.removeprefix(PRUNED).split(","):
-        first, _, last = part.partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal()):
+        first, dash, last = part.partition("-")
+        if not (first.isdecimal() and (last if dash else first).isdecimal()):
             raise BenchError(
                 f"draft '{model}': write the layers to leave out, as in 'pruned:20-25,28'."
             )
