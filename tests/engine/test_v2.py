@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from tests.engine.test_distribution import p_value
 from tests.support import v2
+from tests.support.eagle import random_eagle
 from tests.support.engine import Engine, ids
 from tests.support.heads import random_heads
 from tests.support.tiny import tiny_llama
@@ -218,6 +219,75 @@ def test_chunked_prefill_and_preemption(model: str, tight: Any, name: str) -> No
     check(answer, wanted, accepted=3)
 
 
+SMALL: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "kv_cache_memory_bytes": 2**26,
+    "params": {"detokenize": False},
+}
+
+
+class Small:
+    """A target of a few hundred thousand random weights, which the interpreter runs in a third of the
+    time, and what it says on V2 without speculation."""
+
+    prompts: ClassVar[list[list[int]]] = [[5, 6, 7, 8, 9] * 4, [1, 2, 3], [10, 11, 12] * 5]
+
+    def __init__(self, folder: Path) -> None:
+        self.target = tiny_llama(folder / "target")
+        self.heads = random_heads(folder / "heads", 128)
+        self.eagle = random_eagle(folder / "eagle", self.target, 3)
+
+    def run(self, speculative: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
+        more = {"prompts": self.prompts, "batches": (1, 3, 3), "max_tokens": 12, **SMALL, **more}
+        return v2.run(self.target, more.pop("prompts"), speculative, asynchronous=True, **more)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Small:
+    return Small(tmp_path_factory.mktemp("small"))
+
+
+@pytest.fixture(scope="module")
+def said(small: Small) -> list[list[int]]:
+    answers: list[list[int]] = small.run(None, batches=(3,))["tokens"][0]
+    return answers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["heads", "eagle", "heads on 0.33"])
+def test_both_on_a_small_target(
+    small: Small, said: list[list[int]], kind: str, tmp_path: Path
+) -> None:
+    """The drafts that were trained for nothing are wrong; what is accepted is n-grams."""
+    env = {"PYTHONPATH": str(overlay(tmp_path / "overlay"))} if "0.33" in kind else {}
+    draft = small.eagle if kind == "eagle" else small.heads
+    answer = small.run(both(draft), ks=(4, 0, 4, 4, 2), env=env)
+    assert answer["speculator"] == ("AutoEagleSpeculator" if kind == "eagle" else "AutoSpeculator")
+    assert answer["tokens"] == [said] * 3
+    assert answer["synchronized"] == []
+    assert answer["scheduled"][:5] == [4, 0, 4, 4, 2]
+    assert answer["counters"]["vllm:spec_decode_num_accepted_tokens"] > 40
+    assert ("v0.33.0" in answer["log"]) == bool(env)
+
+
+@pytest.mark.slow
+def test_chunks_and_preemption_on_a_small_target(small: Small) -> None:
+    few: dict[str, Any] = {
+        "prompts": [[*range(100 + 7 * i, 112 + 7 * i)] * 5 for i in range(4)],
+        "max_num_batched_tokens": 40,
+        "num_gpu_blocks_override": 9,
+        "block_size": 32,
+        "max_model_len": 128,
+        "max_tokens": 30,
+        "batches": (4,),
+    }
+    plain = small.run(None, **few)
+    answer = small.run(both(small.heads, controller="off"), **few)
+    assert answer["counters"]["vllm:num_preemptions"] > 0
+    assert answer["tokens"] == plain["tokens"]
+    assert answer["counters"]["vllm:spec_decode_num_accepted_tokens"] > 10
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_vllm_0_33(
@@ -270,21 +340,14 @@ def test_sampled_text_has_the_targets_distribution(tmp_path: Path) -> None:
     each of a small random target, which shows gross faults only (tests/engine/test_distribution.py says
     how V1 is tested). Its own text is the prompt, so that n-grams come back."""
     target = tiny_llama(tmp_path / "target")
-    small: dict[str, Any] = {
-        "skip_tokenizer_init": True,
-        "max_num_seqs": 40,
-        "max_num_batched_tokens": 2048,
-        "kv_cache_memory_bytes": 2**26,
-    }
     warm = {"temperature": 0.7, "detokenize": False}
-    own = v2.run(target, [[1, 2, 3]], None, batches=(1,), max_tokens=120, params=warm, **small)
+    many = {"max_num_seqs": 40, "max_num_batched_tokens": 2048, **SMALL, "params": warm}
+    own = v2.run(target, [[1, 2, 3]], None, batches=(1,), max_tokens=120, **many)
     prompts = [[1, 2, 3, *own["tokens"][0][0]]] * 800
     drafts = ngram(controller={"static_k": 2}, min_match=1)
     samples = []
     for speculative in (None, drafts):
-        answer = v2.run(
-            target, prompts, speculative, batches=(800,), max_tokens=4, params=warm, **small
-        )
+        answer = v2.run(target, prompts, speculative, batches=(800,), max_tokens=4, **many)
         samples.append(answer["tokens"][0])
     counters = answer["counters"]
     drafted = counters["vllm:spec_decode_num_draft_tokens"]
