@@ -179,6 +179,29 @@ def read_context(
     return keys.reshape(flat)[:, :length], values.reshape(flat)[:, :length]
 
 
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "sliding_window": (None, -1),
+    "alibi_slopes": (None,),
+    "logits_soft_cap": (None, 0),
+    "sinks": (None,),
+    "attn_type": ("decoder",),
+    "kv_sharing_target_layer_name": (None,),
+    "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
+}
+"""What an attention implementation has where it is nothing but softmax(q k) v over all that came before."""
+
+
+def can_be_ours(layer: Any) -> bool:
+    """Whether we can do what this attention layer of the target does, for the rows of trees."""
+    impl, kv_cache = layer.impl, layer.kv_cache
+    if not isinstance(kv_cache, torch.Tensor) or kv_cache.device.type != "cpu":
+        return False
+    plain = all(hasattr(impl, n) and getattr(impl, n) in kinds for n, kinds in _PLAIN.items())
+    if not plain or kv_cache.dim() != 4 or kv_cache.shape[3] != 2 * impl.head_size:
+        return False
+    return layout_is_known(impl, layer, kv_cache)
+
+
 def layout_is_known(impl: Any, layer: Any, kv_cache: torch.Tensor) -> bool:
     """Whether what this layer writes into a cache of its own kind is read back by read_context."""
     blocks, length = 3, kv_cache.shape[2] + 5

@@ -17,7 +17,7 @@ import torch
 
 from vllm_specx.draft.tree import DraftTree
 from vllm_specx.engine import tree_sampling
-from vllm_specx.engine.tree_attention import TreeAttention, layout_is_known, order_of
+from vllm_specx.engine.tree_attention import TreeAttention, can_be_ours, order_of
 from vllm_specx.engine.tree_plan import plan_step
 from vllm_specx.engine.tree_requests import why_a_chain
 
@@ -55,7 +55,8 @@ class Trees:
     ) -> list[list[int]]:
         """vLLM's lists of draft tokens, trees among them where the request can have one, else its best
         path; params: a request's SamplingParams."""
-        self._drafted.clear()
+        for request in requests:
+            self._drafted.pop(request, None)
         made: list[list[int]] = []
         for tree, request, limit in zip(drafts, requests, limits, strict=True):
             if limit <= 0 or not len(tree.tokens):
@@ -94,7 +95,11 @@ class Trees:
             num_scheduled[:size],
             batch.num_computed_tokens_cpu[:size],
         )
-        drafted.clear()
+        # A request that has no place in this step keeps its drafts.
+        for request in output.scheduled_spec_decode_tokens:
+            drafted.pop(request, None)
+        for request in [each for each in drafted if each not in runner.requests]:
+            del drafted[request]
         if plan is not None and self._usable is None:
             self._attach(runner)
         if not self._usable:
@@ -135,15 +140,14 @@ class Trees:
     def _attach(self, runner: Any) -> None:
         layers: Mapping[str, Any] = runner.compilation_config.static_forward_context
         attention = [layer for layer in layers.values() if hasattr(layer, "impl")]
-        known = all(layout_is_known(layer.impl, layer, layer.kv_cache) for layer in attention)
-        self._usable = known and bool(attention)
+        self._usable = bool(attention) and all(map(can_be_ours, attention))
         if self._usable:
             self.attention.attach(attention)
             logger.info("vllm_specx: draft trees are verified in one forward of the target.")
         else:
             logger.warning(
-                "vllm_specx: this attention backend keeps its cache in a layout that trees are not read "
-                "from yet, so the best path of each draft tree is verified as a chain."
+                "vllm_specx: trees are not verified with this attention backend or this kind of layers yet, so "
+                "the best path of each draft tree is verified as a chain."
             )
 
 
