@@ -111,21 +111,6 @@ def test_ngram_lookahead(model: str, plain: Engine, asynchronous: bool) -> None:
 
 
 @pytest.mark.slow
-def test_what_one_request_said_another_one_drafts(model: str, expected: list[list[int]]) -> None:
-    """The same four prompts twice; then each for itself, as it asks."""
-    accepted = []
-    for pool in ("mine", "off"):
-        alone = {"extra_args": {"specx_pool": pool}}
-        answer = v2.run(
-            model, PROMPTS, ngram(controller={"static_k": 4}), batches=(4, 4), params=alone
-        )
-        assert answer["tokens"] == [expected, expected]
-        assert answer["synchronized"] == []
-        accepted.append(answer["counters"]["vllm:spec_decode_num_accepted_tokens"])
-    assert accepted[0] > accepted[1] + 30
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_both_with_heads(model: str, expected: list[list[int]], asynchronous: bool) -> None:
     answer = v2.run(
@@ -238,8 +223,9 @@ class Small:
         self.eagle = random_eagle(folder / "eagle", self.target, 3)
 
     def run(self, speculative: dict[str, Any] | None, **more: Any) -> dict[str, Any]:
-        more = {"prompts": self.prompts, "batches": (1, 3, 3), "max_tokens": 12, **SMALL, **more}
-        return v2.run(self.target, more.pop("prompts"), speculative, asynchronous=True, **more)
+        given = {"prompts": self.prompts, "batches": (1, 3, 3), "max_tokens": 12, **SMALL, **more}
+        prompts = given.pop("prompts")
+        return v2.run(self.target, prompts, speculative, asynchronous=True, **given)
 
 
 @pytest.fixture(scope="module")
@@ -268,6 +254,20 @@ def test_both_on_a_small_target(
     assert answer["scheduled"][:5] == [4, 0, 4, 4, 2]
     assert answer["counters"]["vllm:spec_decode_num_accepted_tokens"] > 40
     assert ("v0.33.0" in answer["log"]) == bool(env)
+
+
+@pytest.mark.slow
+def test_what_one_request_said_another_one_drafts(small: Small, said: list[list[int]]) -> None:
+    """The same prompts three times; requests with a pool, and each for itself, as it asks."""
+    accepted = []
+    for pool in ("mine", "off"):
+        asked = {**SMALL["params"], "extra_args": {"specx_pool": pool}}
+        drafts = ngram(controller={"static_k": 4})
+        answer = small.run(drafts, batches=(3, 3, 3), params=asked)
+        assert answer["tokens"] == [said] * 3
+        assert answer["synchronized"] == []
+        accepted.append(answer["counters"]["vllm:spec_decode_num_accepted_tokens"])
+    assert accepted[0] > accepted[1] + 15
 
 
 @pytest.mark.slow
