@@ -1,8 +1,8 @@
-"""How many nodes of draft trees are verified, and how deep they are drafted: a node's probability to be accepted
-against what it costs.
+"""How many nodes of draft trees are verified, and how deep they are drafted: a node's probability to be
+accepted against what it costs.
 
-As K is chosen (choice.py): the nodes of a batch by falling probability, every number of them weighed by goodput,
-0 included. A tree that is worth no more than a chain is one: its best nodes are.
+As K is chosen (choice.py): the nodes of a batch by falling probability, every number of them weighed by
+goodput, 0 included. A tree that is worth no more than a chain is one: its best nodes are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 Times = Callable[[int, int], FloatArray]
-"""(N, draft steps) -> seconds [N + 1] of steps that verify 0, 1, ... N nodes in all, after so many steps of the draft."""
+"""(N, draft steps) -> seconds [N + 1] of steps that verify 0, 1, ... N nodes in all, after so many steps
+of the draft."""
 
 
 class Sizes(NamedTuple):

@@ -1,8 +1,8 @@
 """n-gram lookahead and a trained draft together: each step and request by what promises more.
 
 A long match costs nothing and is often right; a trained draft covers the rest, but costs forwards of
-its own. Which one a request gets is weighed by goodput (draft/gate.py). Where drafts are trees, a request with a
-trained one has what n-grams promise in it, too.
+its own. Which one a request gets is weighed by goodput (draft/gate.py). Where drafts are trees, a trained
+one has what n-grams promise in it, too.
 """
 
 from __future__ import annotations

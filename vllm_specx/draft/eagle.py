@@ -1,4 +1,7 @@
-"""EAGLE and EAGLE-3 (arXiv 2401.15077, 2503.01840) as a proposer: chains by argmax, trees as EAGLE-2's (2406.16858)."""
+"""EAGLE and EAGLE-3 (arXiv 2401.15077, 2503.01840) as a proposer.
+
+Chains by argmax, trees as EAGLE-2's (2406.16858).
+"""
 
 from __future__ import annotations
 

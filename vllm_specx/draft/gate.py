@@ -33,7 +33,8 @@ _WIDTH_MEMORY = 0.98
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A draft whose outcome is not known yet. count: tokens asked for, of one path. at: committed tokens then."""
+    """A draft whose outcome is not known yet. count: tokens asked for, of one path. at: committed tokens
+    then."""
 
     draft: DraftTree
     count: int

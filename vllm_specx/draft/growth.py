@@ -1,4 +1,7 @@
-"""Trees grown depth by depth, a forward of the draft for all nodes that get children (EAGLE-2, arXiv 2406.16858)."""
+"""Trees grown depth by depth, one forward of the draft for all nodes that get children.
+
+As EAGLE-2 does (arXiv 2406.16858).
+"""
 
 from __future__ import annotations
 

@@ -278,8 +278,9 @@ def _stamped(stamp: int) -> Callable[..., None]:
         reach: FloatArray,
         predicted: LongArray,
     ) -> None:
-        """ngram_kernels.step() with trees: out, parents int32 [B, D], reach float64 [B, D] and predicted int64 [B]
-        are filled. shadow_parents: int32 [slots, D]; the others: see there and _predict_tree()."""
+        """ngram_kernels.step() with trees: out, parents int32 [B, D], reach float64 [B, D] and
+        predicted int64 [B] are filled. shadow_parents: int32 [slots, D]; the others: see there and
+        _predict_tree()."""
         if stamp < 0:
             return
         source = np.empty(MAX_CANDIDATES + 1, np.int64)

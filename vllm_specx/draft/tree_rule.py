@@ -37,8 +37,8 @@ class TreeRule:
         self._by_goodput = min_probability is None and token_cost is None
 
     def children(self, probabilities: npt.NDArray[np.floating]) -> FloatArray:
-        """probabilities [..., depth, k] of the best tokens of each depth -> acceptance of each if all above it is
-        accepted, same shape; all of one place together are at most 1."""
+        """probabilities [..., depth, k] of the best tokens of each depth -> acceptance of each if all
+        above it is accepted, same shape; all of one place together are at most 1."""
         swapped = np.swapaxes(probabilities, -1, -2)
         estimate = np.swapaxes(self._calibration.estimate(swapped), -1, -2)
         children: FloatArray = estimate / np.maximum(estimate.sum(-1, keepdims=True), 1.0)
