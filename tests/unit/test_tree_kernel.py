@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_specx.draft.tree import IntArray
 from vllm_specx.engine import tree_native
 from vllm_specx.engine.tree_attention import read_context
 from vllm_specx.verify.tree import visible
@@ -19,10 +21,25 @@ BLOCK = 32
 
 
 @dataclass(frozen=True)
+class Made:
+    """What a step has; keys, values: of each tree's context [kv_heads, length, head_dim]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    cache: torch.Tensor
+    table: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    rows: npt.NDArray[np.int64]
+    first: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
 class Case:
     """Trees over a paged cache in CPU_ATTN's layout "vec", its pages in any order."""
 
-    parents: list[np.ndarray]
+    parents: list[IntArray]
     lengths: list[int]
     kv_heads: int
     group: int
@@ -32,7 +49,7 @@ class Case:
     between: int = 0
     """Rows of other requests before each tree."""
 
-    def build(self) -> dict[str, torch.Tensor | np.ndarray | list[torch.Tensor]]:
+    def build(self) -> Made:
         random = torch.Generator().manual_seed(self.seed)
 
         def normal(*shape: int) -> torch.Tensor:
@@ -62,25 +79,15 @@ class Case:
         # As in the model, q, k and v are slices of one tensor.
         qkv = normal(count, heads + 2 * self.kv_heads, self.head_dim)
         q, k, v = qkv.split([heads, self.kv_heads, self.kv_heads], 1)
-        return {
-            "q": q,
-            "k": k,
-            "v": v,
-            "cache": cache,
-            "table": table,
-            "keys": keys,
-            "values": values,
-            "rows": rows,
-            "first": first,
-        }
+        return Made(q, k, v, cache, table, keys, values, rows, first)
 
 
 def run(case: Case) -> tuple[float, float]:
     """The largest errors of the kernel and of PyTorch against float64."""
     made = case.build()
-    q, k, v, cache = (made[name] for name in ("q", "k", "v", "cache"))
-    rows, first = made["rows"], made["first"]
-    masks = [visible(parents.astype(np.int32)) for parents in case.parents]
+    q, k, v, cache = made.q, made.k, made.v, made.cache
+    rows, first = made.rows, made.first
+    masks = [visible(parents) for parents in case.parents]
     scale = case.head_dim**-0.5
     out = torch.full_like(q, 7.0, memory_format=torch.contiguous_format)
     requests = np.arange(len(rows), dtype=np.int64)
@@ -94,7 +101,7 @@ def run(case: Case) -> tuple[float, float]:
         rows,
         np.array(case.lengths, np.int64),
         requests,
-        made["table"],
+        made.table,
         np.concatenate([mask.ravel() for mask in masks]).view(np.uint8),
         out,
     )
@@ -108,12 +115,12 @@ def run(case: Case) -> tuple[float, float]:
             q[part].double(),
             k[part].double(),
             v[part].double(),
-            made["keys"][i].double(),
-            made["values"][i].double(),
+            made.keys[i].double(),
+            made.values[i].double(),
             sees,
             scale,
         )
-        context = read_context(cache, made["table"][i], case.lengths[i])
+        context = read_context(cache, made.table[i], case.lengths[i])
         alone = attend_rows(q[part], k[part], v[part], *context, sees, scale)
         kernel = max(kernel, float((out[part].double() - exact).abs().max()))
         plain = max(plain, float((alone.double() - exact).abs().max()))
@@ -127,7 +134,7 @@ def cases(draw: st.DrawFn) -> Case:
     parents = []
     for _ in range(count):
         size = draw(st.integers(1, 40))
-        parents.append(np.array([draw(st.integers(-1, j - 1)) for j in range(size)]))
+        parents.append(np.array([draw(st.integers(-1, j - 1)) for j in range(size)], np.int32))
     return Case(
         parents,
         [draw(st.integers(0, 150)) for _ in range(count)],
@@ -157,15 +164,15 @@ def test_against_float64(case: Case) -> None:
 @needs_compiler
 def test_a_wrong_mask_is_seen() -> None:
     """Siblings that see each other."""
-    parents = np.array([-1, -1, 0, 1])
+    parents = np.array([-1, -1, 0, 1], np.int32)
     case = Case([parents], [5], 1, 1, 64, torch.float32, 3)
     made = case.build()
-    q, k, v = made["q"], made["k"], made["v"]
-    right = visible(parents.astype(np.int32))
+    q, k, v = made.q, made.k, made.v
+    right = visible(parents)
     wrong = right.copy()
     wrong[2, 1] = True
     answers = [
-        attend_rows(q, k, v, made["keys"][0], made["values"][0], torch.from_numpy(mask), 0.125)
+        attend_rows(q, k, v, made.keys[0], made.values[0], torch.from_numpy(mask), 0.125)
         for mask in (right, wrong)
     ]
     assert (answers[0] - answers[1]).abs().max() > 0.01
@@ -174,22 +181,22 @@ def test_a_wrong_mask_is_seen() -> None:
 
 @needs_compiler
 def test_scores_that_overflow_a_naive_softmax() -> None:
-    case = Case([np.array([-1, 0, 0])], [40], 1, 1, 64, torch.float32, 4)
+    case = Case([np.array([-1, 0, 0], np.int32)], [40], 1, 1, 64, torch.float32, 4)
     made = case.build()
-    q, k, v = (made[name] * 40 for name in "qkv")
+    q, k, v = made.q * 40, made.k * 40, made.v * 40
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    mask = visible(case.parents[0].astype(np.int32))
+    mask = visible(case.parents[0])
     tree_native.tree_rows(
         q,
         k,
         v,
-        made["cache"],
+        made.cache,
         1.0,
-        made["first"],
-        made["rows"],
+        made.first,
+        made.rows,
         np.array([40], np.int64),
         np.zeros(1, np.int64),
-        made["table"],
+        made.table,
         mask.ravel().view(np.uint8),
         out,
     )
@@ -197,8 +204,8 @@ def test_scores_that_overflow_a_naive_softmax() -> None:
         q.double(),
         k.double(),
         v.double(),
-        made["keys"][0].double(),
-        made["values"][0].double(),
+        made.keys[0].double(),
+        made.values[0].double(),
         torch.from_numpy(mask),
         1.0,
     )

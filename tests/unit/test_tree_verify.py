@@ -133,7 +133,7 @@ def test_a_chain_as_a_tree_is_the_chain_rule(draft: list[int], seed: int) -> Non
 def test_following_the_best_child_whatever_was_drawn_is_seen() -> None:
     """The usual fault: nodes accepted for being in the tree, not for being what was drawn."""
     p = model(1)
-    always = {(0, 2, token): float(p((0, 2))[token]) for token in range(VOCAB)}
+    always: dict[Tokens, float] = {(0, 2, token): float(p((0, 2))[token]) for token in range(VOCAB)}
     assert worst(wholes(always, p), p) > 0.01
 
 
