@@ -22,7 +22,14 @@ from typing import Any
 from benchmarks.lib.errors import BenchError
 from benchmarks.lib.partial import Partial
 from benchmarks.lib.provenance import load
-from benchmarks.lib.report import add_ratios, aggregate, table
+from benchmarks.lib.report import (
+    add_goodput,
+    add_ratios,
+    aggregate,
+    all_steps,
+    peak_memory,
+    table,
+)
 from benchmarks.lib.rounds import run_rounds
 from benchmarks.lib.scenario import Scenario, load_scenario
 
@@ -62,11 +69,15 @@ def write_result(out: Path, scenario: Scenario, partial: Partial) -> dict[str, A
     """Aggregate the cells and write RESULT.json, atomically."""
     rows = aggregate(partial.cells)
     add_ratios(rows, scenario.baseline)
+    add_goodput(rows, partial.cells, scenario.slo)
     result = {
         "scenario": scenario.described(),
         "sessions": partial.sessions,
+        "memory": peak_memory(partial.cells, scenario.baseline),
         "results": rows,
     }
+    if steps := all_steps(partial.cells):
+        result["steps"] = steps
     temporary = out.with_suffix(".tmp")
     temporary.write_text(json.dumps(result, indent=1) + "\n")
     os.replace(temporary, out)
@@ -76,10 +87,14 @@ def write_result(out: Path, scenario: Scenario, partial: Partial) -> dict[str, A
 def run(args: argparse.Namespace) -> None:
     scenario = load_scenario(args.scenario, args.dataset)
     only = [name for name in args.only.split(",") if name]
-    scenario = scenario.select(only, args.rounds)
-    stem = args.out.with_suffix("")
+    print(table(measure(scenario.select(only, args.rounds), args.out, restart=args.restart)))
+
+
+def measure(scenario: Scenario, out: Path, *, restart: bool = False) -> dict[str, Any]:
+    """Run what RESULT.partial.jsonl does not have yet, and write the result."""
+    stem = out.with_suffix("")
     partial = Partial(
-        stem.with_name(stem.name + ".partial.jsonl"), scenario.fingerprint(), restart=args.restart
+        stem.with_name(stem.name + ".partial.jsonl"), scenario.fingerprint(), restart=restart
     )
     logs = stem.with_name(stem.name + ".logs")
     logs.mkdir(parents=True, exist_ok=True)
@@ -94,8 +109,8 @@ def run(args: argparse.Namespace) -> None:
         if partial.cells:
             if partial.sessions:
                 partial.sessions[-1]["load_after"] = load()
-            result = write_result(args.out, scenario, partial)
-    print(table(result))
+            result = write_result(out, scenario, partial)
+    return result
 
 
 def show(args: argparse.Namespace) -> None:

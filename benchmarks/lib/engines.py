@@ -9,7 +9,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import httpx
 
 from benchmarks.lib.counters import Counters
 from benchmarks.lib.errors import BenchError
-from benchmarks.lib.models import resolve_draft
+from benchmarks.lib.models import resolve, resolve_draft
 from benchmarks.lib.processes import ProcessGroup, environment
 from benchmarks.lib.prompts import Prompt
 from benchmarks.lib.scenario import Configuration, Sampling, Scenario
@@ -42,6 +42,8 @@ class Answer:
     text: str
     ttft: float | None
     tpot: float | None
+    itl: tuple[float, ...] = ()
+    """Seconds between the chunks of a stream, of a server: with speculation a chunk has several tokens."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,17 @@ class Engine(ABC):
         self.name = configuration.name
         self.env = environment(scenario.env, configuration.env)
         args = {**ENGINE_ARGS, **scenario.engine_args, **configuration.engine_args}
+        if "model" in args:
+            model = resolve(args.pop("model"))
+        self.trace: Path | None = None
         if configuration.speculative_config is not None:
-            args["speculative_config"] = resolve_draft(configuration.speculative_config, model)
+            speculative = resolve_draft(configuration.speculative_config, model)
+            if scenario.trace and str(speculative.get("method", "")).startswith("specx:"):
+                self.trace = log.with_suffix(".trace.jsonl").absolute()
+                controller = speculative.get("controller", {})
+                if isinstance(controller, Mapping):
+                    speculative["controller"] = {**controller, "trace": str(self.trace)}
+            args["speculative_config"] = speculative
         self.args = args
         self.model = model
         self.group = ProcessGroup(self._command(), self.env, log, pipes=scenario.mode == "engine")
@@ -160,7 +171,10 @@ class WorkerEngine(Engine):
         self, prompts: Sequence[Prompt], sampling: Sequence[Sampling], levels: Sequence[int] | None
     ) -> Batch:
         return self._batch(
-            [[dict(each) for each in prompt.messages] for prompt in prompts], sampling, levels
+            [[dict(each) for each in prompt.messages] for prompt in prompts],
+            sampling,
+            levels,
+            [prompt.schema for prompt in prompts],
         )
 
     def generate_ids(self, prompts: Sequence[list[int]], sampling: Sampling) -> Batch:
@@ -172,12 +186,14 @@ class WorkerEngine(Engine):
         prompts: Sequence[list[Any]],
         sampling: Sequence[Sampling],
         levels: Sequence[int] | None,
+        schemas: Sequence[Any] | None = None,
     ) -> Batch:
         request = {
             "op": "generate",
             "prompts": list(prompts),
             "sampling": [each.model_dump() for each in sampling],
             "levels": levels,
+            "schemas": schemas,
         }
         reply = self._ask(request, BATCH_TIMEOUT_S)
         return Batch(
@@ -224,8 +240,12 @@ class ServerEngine(Engine):
             "return_token_ids": True,
             **sampling.model_dump(exclude_none=True),
         }
+        if prompt.schema is not None:
+            form = {"name": "answer", "schema": dict(prompt.schema)}
+            body["response_format"] = {"type": "json_schema", "json_schema": form}
         began = time.perf_counter()
         first = last = None
+        gaps: list[float] = []
         token_ids: list[int] = []
         texts: list[str] = []
         with self.client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -238,30 +258,49 @@ class ServerEngine(Engine):
                 for choice in json.loads(line[6:]).get("choices", []):
                     texts.append(choice["delta"].get("content") or "")
                     if new := choice.get("token_ids"):
-                        last = time.perf_counter()
+                        now = time.perf_counter()
                         if first is None:
-                            first, first_count = last, len(new)
+                            first, first_count = now, len(new)
+                        elif last is not None:
+                            gaps.append(now - last)
+                        last = now
                         token_ids.extend(new)
         if first is None or last is None:
             return Answer([], "", None, None)
         later = len(token_ids) - first_count
         tpot = (last - first) / later if later else None
-        return Answer(token_ids, "".join(texts), first - began, tpot)
+        return Answer(token_ids, "".join(texts), first - began, tpot, tuple(gaps))
 
     def _generate(
         self, prompts: Sequence[Prompt], sampling: Sequence[Sampling], levels: Sequence[int] | None
     ) -> Batch:
-        if levels is not None:
-            raise BenchError("a profile of concurrency needs mode 'engine'; change the scenario.")
         try:
             before = self._counters()
             began = time.perf_counter()
             with ThreadPoolExecutor(len(prompts)) as pool:
-                answers = list(pool.map(self._one, prompts, sampling))
+                if levels is None:
+                    answers = list(pool.map(self._one, prompts, sampling))
+                else:
+                    answers = self._stream(pool, prompts, sampling, levels)
             seconds = time.perf_counter() - began
             return Batch(seconds, answers, self._counters() - before)
         except httpx.HTTPError:
             raise self._failed("stopped answering") from None
+
+    def _stream(
+        self,
+        pool: ThreadPoolExecutor,
+        prompts: Sequence[Prompt],
+        sampling: Sequence[Sampling],
+        levels: Sequence[int],
+    ) -> list[Answer]:
+        """A request is sent once fewer than its level are running."""
+        sent: list[Future[Answer]] = []
+        for prompt, how, level in zip(prompts, sampling, levels, strict=True):
+            while len(running := [future for future in sent if not future.done()]) >= level:
+                wait(running, return_when=FIRST_COMPLETED)
+            sent.append(pool.submit(self._one, prompt, how))
+        return [future.result() for future in sent]
 
     def close(self) -> None:
         self.client.close()

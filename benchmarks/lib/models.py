@@ -1,7 +1,7 @@
 """The `model` of a scenario: a path, a hub name, `embedded:NAME`, or `twin:LAYERS`; and of a draft:
 `stock:HEADS` is a checkpoint of ours in the form that vLLM's own `medusa`, `eagle` or `eagle3` loads;
 `pruned:LAYERS` and `random` are those of draft_twins.py. `permutation:SIZE` and `permutation-heads:SIZE:PERCENT`
-are those of permutation_llama.py."""
+are those of permutation_llama.py. `w8a8:MODEL` is that model in int8 (quantized.py)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks import permutation_llama, quantized
 from benchmarks.draft_twins import is_draft
 from benchmarks.draft_twins import make as make_draft
-from benchmarks import permutation_llama
 from benchmarks.lib.errors import BenchError
 from vllm_specx.config import ConfigError
 from vllm_specx.models import embedded
@@ -32,6 +32,8 @@ def resolve(model: str) -> str:
             if not layers.isdecimal():
                 raise BenchError(f"model '{model}': write the number of layers, as in 'twin:170'.")
             return str(make_twin(int(layers)))
+        if model.startswith(quantized.PREFIX):
+            return str(quantized.make(Path(resolve(model.removeprefix(quantized.PREFIX)))))
         if is_draft(model):
             return str(make_draft(model))
         if made := permutation_llama.resolve(model):

@@ -81,6 +81,25 @@ class ProcessGroup:
                 ticks += int(fields[11]) + int(fields[12])
         return ticks / os.sysconf("SC_CLK_TCK")
 
+    def peak_rss_mib(self) -> float:
+        """The most memory its living processes have held, MiB: the sum of each one's own peak.
+
+        Pages that processes share count in each; configurations share the same ones, so the
+        difference of two holds.
+        """
+        kib = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                if int(stat.read_text().rpartition(")")[2].split()[2]) != self.child.pid:
+                    continue
+                status = (stat.parent / "status").read_text()
+            except OSError:
+                continue
+            for line in status.splitlines():
+                if line.startswith("VmHWM:"):
+                    kib += int(line.split()[1])
+        return kib / 1024
+
     def close(self, patience: float = 20.0) -> None:
         """End the group: politely, then for good. Safe to call twice."""
         self.thaw()

@@ -5,12 +5,13 @@ A prompt file holds one JSON object a line:
     {"id": "rename-python", "task": "edit", "prompt": "Rename <<old>> to <<new>> ...",
      "slots": {"old": ["total", "sum"], ...}, "example": ["a question", "its answer"]}
 
-The example, which may be left out, is shown as an earlier turn of the chat. Slots are filled in the order they are written; a text may name slots above it. A slot is
+The example, which may be left out, is shown as an earlier turn of the chat; with a "schema" the answer is constrained to
+that JSON schema. Slots are filled in the order they are written; a text may name slots above it. A slot is
   a list of texts                          one of them
   {"int": [low, high]}                     a number, both ends included
   {"pool": "city"}                         a word of pools.json, never twice in one prompt
   {"repeat": [low, high], "text": "...", "slots": {...}, "join": "\\n"}    that many filled texts
-A question file of MT-bench's kind ({"question_id", "turns": [...]}) is read too: its first turns.
+A question file of MT-bench's kind ({"question_id", "category", "turns": [...]}, and "schema") is read too: its first turns.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Prompt:
     id: str
     task: str
     messages: tuple[Mapping[str, str], ...]
+    schema: Mapping[str, Any] | None = None
+    """The answer is constrained to this JSON schema."""
 
     @property
     def key(self) -> str:
@@ -117,12 +120,15 @@ def vary(line: Mapping[str, Any], seed: str, pools: Mapping[str, Sequence[str]])
     """One variant of a template; the same seed gives the same text on every machine."""
     slots = _Filler(f"{seed}/{line['id']}", pools).slots(line.get("slots", {}), {})
     turns = [fill(text, slots) for text in (*line.get("example", ()), line["prompt"])]
-    return Prompt(str(line["id"]), str(line.get("task", "")), _messages(*turns))
+    return Prompt(str(line["id"]), str(line.get("task", "")), _messages(*turns), line.get("schema"))
 
 
 def _question(line: Mapping[str, Any]) -> Prompt:
     return Prompt(
-        str(line["question_id"]), str(line.get("category", "")), _messages(line["turns"][0])
+        str(line["question_id"]),
+        str(line.get("category", "")),
+        _messages(line["turns"][0]),
+        line.get("schema"),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.lib.counters import Counters
 from benchmarks.lib.errors import BenchError
+from benchmarks.lib.scenario import Slo
 from benchmarks.lib.stats import ratios, spread
 from vllm_specx.config import nearest
 
@@ -123,7 +124,75 @@ def _row(
     equal = [same for turn in every for same in turn.get("equal", [])]
     if equal:
         row["equal_to_baseline"] = {"equal": sum(equal), "of": len(equal)}
+    if shares := [share for turn in every for share in turn.get("agreement", [])]:
+        row["agreement"] = spread(shares)
+    if gaps := _milliseconds(every, "itl"):
+        row["itl_ms"] = spread(gaps)
     return row
+
+
+def add_goodput(
+    rows: Sequence[dict[str, Any]], cells: Sequence[Mapping[str, Any]], slo: Slo
+) -> None:
+    """Give every row `goodput`: of its requests, a second, those that keep the SLO."""
+    if slo == Slo():
+        return
+    kept: dict[tuple[int, str, str, str], list[float]] = {}
+    for cell in cells:
+        for phase, by_name in cell["phases"].items():
+            for name, turns in by_name.items():
+                good = sum(_good(turn, slo) for turn in turns)
+                seconds = sum(turn["seconds"] for turn in turns)
+                for group in (cell["group"], ALL):
+                    total = kept.setdefault((cell["batch_size"], phase, group, name), [0.0, 0.0])
+                    total[0] += good
+                    total[1] += seconds
+    for row in rows:
+        good, seconds = kept[row["batch_size"], row["phase"], row["group"], row["configuration"]]
+        row["goodput"] = {"requests_s": round(good / seconds, 4), "good": int(good)}
+
+
+def _good(turn: Mapping[str, Any], slo: Slo) -> int:
+    limits = ((turn["ttft"], slo.ttft_ms), (turn["tpot"], slo.tpot_ms))
+    return sum(
+        all(
+            limit is None or values[i] is None or 1e3 * values[i] <= limit
+            for values, limit in limits
+        )
+        for i in range(len(turn["tokens"]))
+    )
+
+
+def peak_memory(cells: Sequence[Mapping[str, Any]], baseline: str) -> dict[str, dict[str, float]]:
+    """For each configuration: its processes' peak resident memory, and the baseline's taken from it."""
+    peaks: dict[str, float] = {}
+    for cell in cells:
+        for name, value in cell.get("peak_rss_mib", {}).items():
+            peaks[name] = max(peaks.get(name, 0.0), value)
+    least = peaks.get(baseline)
+    return {
+        name: {"peak_mib": peak} | ({} if least is None else {"extra_mib": round(peak - least, 1)})
+        for name, peak in peaks.items()
+    }
+
+
+def all_steps(cells: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The cells' step curves and draft lengths added up; the first timeline of each configuration."""
+    found: dict[str, dict[str, Any]] = {}
+    for cell in cells:
+        for name, steps in cell.get("steps", {}).items():
+            mine = found.setdefault(name, {"curve": {}, "k": {}})
+            for verified, n, ms in steps["curve"]:
+                old = mine["curve"].get(verified, (0, 0.0))
+                mine["curve"][verified] = (old[0] + n, old[1] + ms)
+            for length, n in steps["k"]:
+                mine["k"][length] = mine["k"].get(length, 0) + n
+            if steps.get("timeline"):
+                mine.setdefault("timeline", steps["timeline"])
+    for mine in found.values():
+        mine["curve"] = [[v, n, round(ms / n, 3)] for v, (n, ms) in sorted(mine["curve"].items())]
+        mine["k"] = sorted([length, n] for length, n in mine["k"].items())
+    return found
 
 
 def _decode_speed(turns: Iterable[Mapping[str, Any]]) -> float | None:
@@ -137,7 +206,7 @@ def _decode_speed(turns: Iterable[Mapping[str, Any]]) -> float | None:
 
 
 def _milliseconds(turns: Iterable[Mapping[str, Any]], key: str) -> list[float]:
-    return [1e3 * value for turn in turns for value in turn[key] if value is not None]
+    return [1e3 * value for turn in turns for value in turn.get(key, ()) if value is not None]
 
 
 def add_ratios(rows: Sequence[dict[str, Any]], baseline: str) -> None:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from benchmarks.lib.partial import Partial
 from benchmarks.lib.prompts import Prompt, make_prompts
 from benchmarks.lib.provenance import describe, load, threads
 from benchmarks.lib.scenario import WARMUP, Group, Scenario, prompt_file
+from benchmarks.lib.traces import new_lines, summary
 
 FIRST, AGAIN = "first seen", "seen again"
 WARMUP_ROUND = 2**20
@@ -99,11 +101,21 @@ def record(batches: Sequence[Batch], baseline: Sequence[Batch] | None) -> list[d
             "cpu_seconds": batch.cpu_seconds,
             "counters": asdict(batch.counters),
         }
+        if gaps := [gap for answer in batch.answers for gap in answer.itl]:
+            kept["itl"] = [round(gap, 5) for gap in gaps]
         if baseline is not None:
-            pairs = zip(batch.answers, baseline[number].answers, strict=True)
+            pairs = list(zip(batch.answers, baseline[number].answers, strict=True))
             kept["equal"] = [mine.token_ids == other.token_ids for mine, other in pairs]
+            kept["agreement"] = [
+                round(agreement(mine.token_ids, other.token_ids), 4) for mine, other in pairs
+            ]
         records.append(kept)
     return records
+
+
+def agreement(mine: Sequence[int], other: Sequence[int]) -> float:
+    """The share of tokens that two answers have in common, in the same order: 0 to 1."""
+    return SequenceMatcher(None, mine, other, autojunk=False).ratio()
 
 
 def run_cell(
@@ -138,7 +150,9 @@ def run_cell(
                 some, [scenario.sampling_of(group, prompt.task) for prompt in some], levels
             ),
         )
-        baseline = batches.get(scenario.baseline) if scenario.compare_tokens else None
+        greedy = scenario.sampling_of(group).temperature == 0.0
+        compared = scenario.compare_tokens and greedy
+        baseline = batches.get(scenario.baseline) if compared else None
         phases[phase] = {name: record(mine, baseline) for name, mine in batches.items()}
         texts[phase] = {
             name: [answer.text for batch in mine for answer in batch.answers]
@@ -151,7 +165,14 @@ def run_cell(
         "prompts": len(prompts),
         "load": {"before": load_before, "after": load()},
         "phases": phases,
+        "peak_rss_mib": {each.name: round(each.group.peak_rss_mib(), 1) for each in engines},
     }
+    if scenario.trace:
+        cell["steps"] = {
+            each.name: summary(new_lines(each.trace), timeline=levels is not None)
+            for each in engines
+            if each.trace is not None
+        }
     asked = [prompt.messages[-1]["content"] for prompt in prompts]
     return cell, {"round": round_index, "group": group.name, "asked": asked, "answers": texts}
 
@@ -168,6 +189,7 @@ def run_rounds(
         for round_index in range(scenario.rounds)
         for batch_size in scenario.batch_sizes
         for group in scenario.groups
+        if not (group.profile and batch_size != scenario.batch_sizes[0])  # it has its own sizes
         if not partial.has(round_index, group.name, batch_size)
     ]
     if not pending:

@@ -60,8 +60,15 @@ class Group(_Strict):
         return found or None
 
 
+class Slo(_Strict):
+    """What a request must keep to count as good; None: anything."""
+
+    ttft_ms: Annotated[float, Field(gt=0.0)] | None = None
+    tpot_ms: Annotated[float, Field(gt=0.0)] | None = None
+
+
 class Configuration(_Strict):
-    """One engine."""
+    """One engine; `model` among its engine_args serves another target than the scenario's."""
 
     name: str
     speculative_config: dict[str, Any] | None = None
@@ -82,6 +89,10 @@ class Scenario(_Strict):
     """Compare token ids with the baseline's: meaningful at temperature 0 in float32."""
     restart_each_round: bool = False
     """New engines in every round: nothing at all is remembered from one round to the next."""
+    slo: Slo = Slo()
+    """For goodput: the requests a second that keep it."""
+    trace: bool = False
+    """Keep what the controller of our methods says of each step: step times, and the K chosen."""
     batch_sizes: tuple[Annotated[int, Field(ge=1)], ...] = (1,)
     sampling: Sampling = Sampling()
     engine_args: dict[str, Any] = {}
@@ -133,7 +144,7 @@ class Scenario(_Strict):
             data["configurations"] = [c for c in data["configurations"] if c["name"] in only]
             if self.baseline not in only:
                 data["baseline"] = data["configurations"][0]["name"]
-        return _validated(data, "the selection")
+        return validated(data, "the selection")
 
     def described(self) -> dict[str, Any]:
         """For results: without this machine's folders, of an absolute path its last part."""
@@ -145,11 +156,13 @@ class Scenario(_Strict):
 
     def fingerprint(self) -> str:
         """Equal for runs whose partial results may be continued: all but the number of rounds."""
-        data = self.model_dump(mode="json", exclude={"rounds"})
+        data = self.model_dump(mode="json", exclude={"rounds", "slo"})
+        if not self.trace:
+            del data["trace"]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _validated(data: Any, source: str) -> Scenario:
+def validated(data: Any, source: str) -> Scenario:
     try:
         return Scenario.model_validate(data)
     except ValidationError as error:
@@ -199,7 +212,7 @@ def load_scenario(path: Path, datasets: Sequence[str] = ()) -> Scenario:
     for group in data.get("groups") or []:
         if isinstance(group, dict) and isinstance(group.get("prompts"), str):
             group["prompts"] = _find(group["prompts"], path)
-    return _validated(data, str(path))
+    return validated(data, str(path))
 
 
 def _find(prompts: str, scenario: Path) -> str:

@@ -2,7 +2,7 @@
 
 Requests: {"op": "start", "args": EngineArgs} -> {"ready": true}
           {"op": "generate", "prompts": [messages or token ids, ...], "sampling": [{...}, ...],
-           "levels": null or [int, ...]}
+           "levels": null or [int, ...], "schemas": null or [JSON schema or null, ...]}
             -> {"seconds", "before", "after": Prometheus text, "answers": [...]}
 A request with a level waits until fewer than that many requests are running.
 It ends when stdin does.
@@ -36,11 +36,16 @@ class Worker:
         prompts: list[list[Any]],
         sampling: list[dict[str, Any]],
         levels: list[int] | None = None,
+        schemas: list[Any] | None = None,
     ) -> dict[str, Any]:
         from vllm import SamplingParams
+        from vllm.sampling_params import StructuredOutputsParams
 
         inputs = [{"prompt_token_ids": self._ids(prompt)} for prompt in prompts]
         params = [SamplingParams(**each) for each in sampling]
+        for one, schema in zip(params, schemas or [], strict=schemas is not None):
+            if schema is not None:
+                one.structured_outputs = StructuredOutputsParams(json=schema)
         before = _metrics()
         began = time.perf_counter()
         if levels is None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from vllm_specx.cli import bench as measuring
 from vllm_specx.cli import doctor as doctoring
 from vllm_specx.cli import plan as planning
 from vllm_specx.cli import recipes as listing
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 
 app.add_typer(train.app, name="train")
+app.add_typer(measuring.app, name="bench")
 app.command()(simulating.simulate)
 app.command()(watching.top)
 app.command()(planning.plan)
