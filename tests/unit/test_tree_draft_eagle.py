@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support import eagle_engine as synthetic
 from tests.support.eagle_engine import Told, text
@@ -112,3 +113,18 @@ def test_a_budget_cuts_the_worst_nodes() -> None:
         few = drafter(draft).propose(synthetic.context(step, 3))[0]
         best = [path for path in paths(whole) if len(path) <= budget]
         assert paths(few) == best[:budget]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_a_word_from_the_host(dtype: torch.dtype) -> None:
+    """Where the host does not wait in between, as on GPUs, whole trees are the same."""
+    draft = synthetic.cast(synthetic.weights(3), dtype)
+    step = [told(f"r{i}", text(20 + 30 * i, i)) for i in range(4)]
+    waiting, blind = drafter(draft, dtype=dtype), drafter(draft, dtype=dtype)
+    blind.stops_early = False
+    both = [each.propose(synthetic.context(step, 3)) for each in (waiting, blind)]
+    for tree, other in zip(*both, strict=True):
+        check_shape(tree)
+        assert tree.tokens.tolist() == other.tokens.tolist()
+        assert tree.parents.tolist() == other.parents.tolist()
+    assert blind.draft_steps == waiting.draft_steps == LIMITS.depth
