@@ -5,6 +5,7 @@ The harness and its prompts are the checkout's benchmarks/ folder and no part of
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -296,11 +297,7 @@ def _run(
 ) -> None:
     import yaml
 
-    from benchmarks import bench as measuring  # type: ignore[import-not-found, unused-ignore]
-    from benchmarks.lib.errors import (  # type: ignore[import-not-found, unused-ignore]
-        BenchError,
-    )
-
+    measuring, bad_input = _harness()
     folder = out.absolute() if out is not None else None
     os.chdir(root)
     try:
@@ -311,8 +308,14 @@ def _run(
             return
         assert folder is not None
         measuring.measure_all(built, folder, restart=restart)
-    except BenchError as error:
+    except bad_input as error:
         raise ConfigError(str(error)) from None
+
+
+def _harness() -> tuple[Any, type[Exception]]:
+    """benchmarks/bench.py, once `checkout` has made it importable, and what it raises for bad input."""
+    errors = importlib.import_module("benchmarks.lib.errors")
+    return importlib.import_module("benchmarks.bench"), errors.BenchError
 
 
 @app.command()
@@ -322,13 +325,9 @@ def report(
 ) -> None:
     """One HTML page, with plots, that needs nothing else; and the same as JSON and CSV."""
     checkout()
-    from benchmarks.lib.errors import (  # type: ignore[import-not-found, unused-ignore]
-        BenchError,
-    )
-    from benchmarks.report import write  # type: ignore[import-not-found, unused-ignore]
-
+    measuring, bad_input = _harness()
     try:
-        write([path.absolute() for path in results], out.absolute())
-    except BenchError as error:
+        measuring.write([path.absolute() for path in results], out.absolute())
+    except bad_input as error:
         raise ConfigError(str(error)) from None
     print(out)
