@@ -206,9 +206,9 @@ def bench(
     ] = None,
     batch: Annotated[str, typer.Option(help="Requests at a time, with commas.")] = "1,8",
     temperature: Annotated[str, typer.Option(help="Temperatures, with commas.")] = "0",
-    repeat: Annotated[int, typer.Option(min=1, help="Rounds, each with new prompts.")] = 3,
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each kind a round.")] = 8,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 128,
+    repeat: Annotated[int, typer.Option(help="Rounds, each with new prompts.")] = 3,
+    prompts: Annotated[int, typer.Option(help="Prompts of each kind a round.")] = 8,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 128,
     target: Annotated[
         list[str] | None, typer.Option(help="A model, embedded:NAME or twin:170; may be repeated.")
     ] = None,
@@ -234,6 +234,12 @@ def bench(
     baselines = words(baseline, "--baseline", list(BASELINES))
     if not dry_run and out is None:
         raise ConfigError("say where results go: --out FOLDER.")
+    for option, value in (
+        ("--repeat", repeat),
+        ("--prompts", prompts),
+        ("--max-tokens", max_tokens),
+    ):
+        numbers(str(value), option, int, 1)
     wanted = scenarios if scenarios is not None else "" if dataset else ",".join(SCENARIOS)
     batches = numbers(batch, "--batch", int, 1)
     asked = groups(
