@@ -63,8 +63,13 @@ class Meter:
 
         def act(tally: Tally) -> None:
             self._undrafted(tally)
-            scenarios = [self._scenarios.get(i, "none") for i in ids]
-            tally.step(drafted, accepted, kept, scenarios, seconds, reason)
+            # With asynchronous scheduling a step may still run of a request that has ended.
+            live = [i for i, request in enumerate(ids) if request in self._scenarios]
+            if not live:
+                return
+            d, a, k = ([column[i] for i in live] for column in (drafted, accepted, kept))
+            scenarios = [self._scenarios[ids[i]] for i in live]
+            tally.step(d, a, k, scenarios, seconds, reason)
             self._step_seconds = seconds
 
         self._safely(act)

@@ -116,11 +116,13 @@ class _Steered:
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         nothing: dict[str, int] = {}
         before = self._steer(lambda steering: steering.before_output(scheduler_output), nothing)
+        # vLLM cuts these lists where a request ends; what was accepted beyond is no rejection.
+        sampled = [tuple(tokens) for tokens in model_runner_output.sampled_token_ids]
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         self._steer(
             lambda steering: steering.finished_step(
                 scheduler_output,
-                model_runner_output.sampled_token_ids,
+                sampled,
                 model_runner_output.req_id_to_index,
                 before,
             ),
