@@ -1,4 +1,4 @@
-"""README.md's and RESULTS.md's tables and the plot, from the committed results.
+"""README.md's and RESULTS.md's tables, the plot and the report, from the committed results.
 
 python -m benchmarks.readme            write them
 python -m benchmarks.readme --check    exit status 1 if one is not what the results say
@@ -18,12 +18,14 @@ from benchmarks.lib.errors import BenchError
 from benchmarks.lib.report import ALL
 from benchmarks.report import figures
 from benchmarks.report.files import read
-from benchmarks.report.page import number
+from benchmarks.report.page import number, page
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 FILES = (ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md")
 PLOT = RESULTS / "headline.svg"
+REPORT = RESULTS / "report.html"
+REPORTED = ("methods", "heads_twin", "never_slower")
 MARKED = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 STYLE = (
     "<style>text{fill:#6b7178}.one{stroke:#8a8f98;stroke-dasharray:4 3}"
@@ -294,7 +296,8 @@ def filled(text: str) -> str:
 
 def wanted() -> dict[Path, str]:
     """What each file should hold."""
-    return {PLOT: plot(), **{path: filled(path.read_text()) for path in FILES}}
+    report = page({name: result(name) for name in REPORTED})
+    return {PLOT: plot(), REPORT: report, **{path: filled(path.read_text()) for path in FILES}}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,6 +12,10 @@ Row = Mapping[str, Any]
 Result = Mapping[str, Any]
 
 
+KNOWN = {"ngram": 1, "medusa": 2, "hydra": 2, "eagle3": 3, "auto": 4, "stock": 5, "stock eagle": 5}
+"""Methods by the number of their colour."""
+
+
 def names(result: Result) -> list[str]:
     """Configurations in their order, the baseline first."""
     found = dict.fromkeys([result["scenario"]["baseline"]])
@@ -19,7 +23,19 @@ def names(result: Result) -> list[str]:
 
 
 def colors(result: Result) -> dict[str, str]:
-    return {name: COLORS[i % len(COLORS)] for i, name in enumerate(names(result))}
+    """The same in every result for the methods that each has; the rest take what is left."""
+    found = {}
+    left = list(COLORS[6:] + COLORS[1:6])
+    for name in names(result):
+        plain = name.removeprefix("smollm2-135m-")
+        if name == result["scenario"]["baseline"]:
+            found[name] = COLORS[0]
+        elif plain in KNOWN:
+            found[name] = COLORS[KNOWN[plain]]
+        else:
+            found[name] = left[0]
+            left = [*left[1:], left[0]]
+    return found
 
 
 def called(result: Result, name: str) -> str:

@@ -9,7 +9,7 @@ from html import escape
 
 WIDTH = 440
 COLORS = ("#8a8f98", "#2f6fde", "#d9822b", "#2e9e6b", "#b04fc4", "#d64550", "#0f9bb4", "#8c6d3f")
-"""The baseline's first."""
+"""Grey is for the baseline."""
 Point = tuple[float, float]
 
 
@@ -114,7 +114,7 @@ def lines(
     points = [point for each in series for point in each.points]
     if not points:
         return ""
-    left, right, top, plot = 46, 12, 8, 210
+    left, right, top, plot = 46, 12, 26, 210
     xs, ys = [x for x, _ in points] + [x for x, _ in spikes], [y for _, y in points]
     x0, x1 = min(xs), max(xs)
     y0, y1 = (0.0 if from_zero else min(ys)), max(ys) * 1.06
@@ -158,14 +158,14 @@ def lines(
                 parts.append(text(px(x) + 5, py(y) - 5, each.labels[i], size=10))
     y = top + plot + 32
     parts.append(text(WIDTH - right, y, x_name, "end"))
-    parts.append(text(2, y, y_name))
+    parts.append(text(2, 12, y_name))
     y += 18
     x = 2.0
     named = [(each.name, each.color) for each in series]
     if spikes:
         named.append((spikes_name, "#9aa0a8"))
     for name, color in named:
-        width = 24 + 6.8 * len(name)
+        width = 26 + 7.3 * len(name)
         if x + width > WIDTH and x > 2:
             x, y = 2.0, y + 17
         parts.append(

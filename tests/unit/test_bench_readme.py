@@ -1,4 +1,4 @@
-"""README.md, RESULTS.md and the plot say what the committed results say."""
+"""README.md, RESULTS.md the plot and the report say what the committed results say."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from benchmarks import readme  # noqa: E402
 from benchmarks.lib.errors import BenchError  # noqa: E402
 
 
-@pytest.mark.parametrize("path", [*readme.FILES, readme.PLOT], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", [*readme.FILES, readme.PLOT, readme.REPORT], ids=lambda path: path.name
+)
 def test_it_is_what_the_results_say(path: Path) -> None:
     assert path.read_text() == readme.wanted()[path], "python -m benchmarks.readme writes it"
 
