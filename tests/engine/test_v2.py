@@ -324,35 +324,33 @@ def test_choices_graphs_and_waits_on_vllm_0_33(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["medusa", "auto"])
-def test_a_seed_gives_the_same_text_again(model: str, name: str) -> None:
-    """As with vLLM's own methods there: with the same drafts. What others said before changes none."""
-    alike = {"temperature": 0.9, "seed": 5}
-    answer = v2.run(model, PROMPTS, EACH[name], batches=(1, 1), max_tokens=10, params=alike)
+def test_a_seed_gives_the_same_text_again(small: Small) -> None:
+    """As with vLLM's own methods there: with the same drafts, which what was said before must not change."""
+    alike = {**SMALL["params"], "temperature": 0.9, "seed": 5}
+    answer = small.run(both(small.heads), batches=(1, 1), max_tokens=10, params=alike)
     assert answer["tokens"][0] == answer["tokens"][1]
-    other = v2.run(model, PROMPTS[::-1], EACH[name], batches=(1,), max_tokens=10, params=alike)
-    assert other["tokens"][0][::-1] == answer["tokens"][0]
+    assert answer["counters"]["vllm:spec_decode_num_draft_tokens"] > 20
 
 
 @pytest.mark.slow
 def test_sampled_text_has_the_targets_distribution(tmp_path: Path) -> None:
-    """Tokens after accepted, rejected and bonus positions against those without speculation: 800 samples
+    """Tokens after accepted, rejected and bonus positions against those without speculation: 400 samples
     each of a small random target, which shows gross faults only (tests/engine/test_distribution.py says
     how V1 is tested). Its own text is the prompt, so that n-grams come back."""
     target = tiny_llama(tmp_path / "target")
     warm = {"temperature": 0.7, "detokenize": False}
     many = {"max_num_seqs": 40, "max_num_batched_tokens": 2048, **SMALL, "params": warm}
-    own = v2.run(target, [[1, 2, 3]], None, batches=(1,), max_tokens=120, **many)
-    prompts = [[1, 2, 3, *own["tokens"][0][0]]] * 800
+    own = v2.run(target, [[1, 2, 3]], None, batches=(1,), max_tokens=60, **many)
+    prompts = [[1, 2, 3, *own["tokens"][0][0]]] * 400
     drafts = ngram(controller={"static_k": 2}, min_match=1)
     samples = []
     for speculative in (None, drafts):
-        answer = v2.run(target, prompts, speculative, batches=(800,), max_tokens=4, **many)
+        answer = v2.run(target, prompts, speculative, batches=(400,), max_tokens=3, **many)
         samples.append(answer["tokens"][0])
     counters = answer["counters"]
     drafted = counters["vllm:spec_decode_num_draft_tokens"]
     accepted = counters["vllm:spec_decode_num_accepted_tokens"]
     assert 0.05 * drafted < accepted < 0.95 * drafted
-    for place in range(1, 4):
+    for place in (1, 2):
         one, other = ([tokens[place] for tokens in each] for each in samples)
         assert p_value(one, other) > 1e-4

@@ -13,8 +13,10 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CompilationConfig, CUDAGraphMode
 from vllm.v1.worker.gpu import cudagraph_utils
 
+from vllm_specx.control.cost import CostPrior
 from vllm_specx.control.settings import ControllerConfig
 from vllm_specx.engine.patching import original_of
+from vllm_specx.engine.steering import Steering
 from vllm_specx.engine.v2 import captured
 
 Make = Callable[..., Any]
@@ -146,3 +148,25 @@ def test_fewer_tokens_are_asked_of_a_draft_than_of_both() -> None:
     with captured.cut_to(given, 4):
         assert given.num_speculative_tokens_per_batch_size == [(1, 1, 4), (2, 2, 2)]
     assert given.num_speculative_tokens_per_batch_size == [(1, 1, 32), (2, 2, 2)]
+
+
+@pytest.mark.parametrize(("extra", "taken"), [({}, 8), ({"specx_k": 5}, 5)])
+def test_the_scheduler_takes_a_k_that_has_graphs(extra: dict[str, Any], taken: int) -> None:
+    """k_min leaves 6 and more; what a client asks for stays."""
+    settings = ControllerConfig(k_min=6, k_max=7)
+    steering = Steering(
+        settings,
+        method="custom_class",
+        self_paced=False,
+        rungs=[8, 0, 1, 2, 4, 3],
+        max_k=8,
+        max_requests=4,
+        asynchronous=True,
+        prior=CostPrior.from_model(1e9, True, draft_share=0.02),
+    )
+    params = SimpleNamespace(extra_args=extra, temperature=0.0, seed=None)
+    steering.add(SimpleNamespace(request_id="a", sampling_params=params))
+    output = SimpleNamespace(num_spec_tokens_to_schedule=None)
+    steps = steering._choose(output, ["a"], True)
+    assert output.num_spec_tokens_to_schedule == taken == steps
+    assert steering._chosen == {"a": taken}
