@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from vllm_specx.draft.branches import worth_their_branches
 from vllm_specx.draft.gate import Gate, LongArray
 from vllm_specx.draft.lengths import goodput_lengths
 from vllm_specx.draft.merged import merged
@@ -89,7 +90,8 @@ class AutoDrafter:
         budgets = np.minimum(np.minimum(context.budgets, sizes), self.ngram.max_draft)
         kept = goodput_lengths(reach, budgets.astype(np.int32), costs)
         # What one source alone has, it has cut itself.
-        return [
+        chosen = [
             tree.prefix(int(size)) if len(drafts[i].tokens) and by_ngram[i] else tree
             for i, (tree, size) in enumerate(zip(trees, kept, strict=True))
         ]
+        return worth_their_branches(chosen, context.costs)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_specx.config import NgramConfig, PoolConfig
+from vllm_specx.draft.branches import worth_their_branches
 from vllm_specx.draft.calibration import initial_weights, kind_of, tree_weights
 from vllm_specx.draft.ngram_arena import Arena
 from vllm_specx.draft.ngram_kernels import (
@@ -134,7 +135,8 @@ class NgramLookahead:
         budgets = np.asarray(context.budgets, np.int64)
         lengths = self.lengths(found, budgets, self.costs(context))
         if found.parents is not None:
-            return [found.draft(i, length) for i, length in enumerate(lengths.tolist())]
+            drafts = [found.draft(i, length) for i, length in enumerate(lengths.tolist())]
+            return worth_their_branches(drafts, context.costs) if self.minimum < 0 else drafts
         return [
             DraftTree.chain(found.tokens[i, :length]) if length else EMPTY_DRAFT
             for i, length in enumerate(lengths.tolist())

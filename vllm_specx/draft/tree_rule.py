@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_specx.draft.best_nodes import FloatArray, Trees
+from vllm_specx.draft.branches import worth_their_branches
 from vllm_specx.draft.depth_calibration import DepthCalibration
 from vllm_specx.draft.lengths import goodput_lengths, step_times
 from vllm_specx.draft.outcomes import Guess, Outcomes
@@ -34,7 +35,7 @@ class TreeRule:
         self._min_probability = min_probability
         self._token_cost = token_cost
         self._default_cost = 0.05 if on_cpu else 0.01
-        self._by_goodput = min_probability is None and token_cost is None
+        self.by_goodput = min_probability is None and token_cost is None
 
     def children(self, probabilities: npt.NDArray[np.floating]) -> FloatArray:
         """probabilities [..., depth, k] of the best tokens of each depth -> acceptance of each if all
@@ -49,7 +50,7 @@ class TreeRule:
         if self._min_probability is not None:
             enough = (reach >= self._min_probability) & (reach > 0.0)
             chosen = enough.sum(1)
-        elif context.costs is not None and self._by_goodput:
+        elif context.costs is not None and self.by_goodput:
             return goodput_lengths(reach, budgets, context.costs)
         else:
             cost = self._default_cost if self._token_cost is None else self._token_cost
@@ -77,7 +78,7 @@ class TreeRule:
         if self._min_probability is not None:
             alive &= best >= self._min_probability
             return alive
-        if context.costs is None or not self._by_goodput:
+        if context.costs is None or not self.by_goodput:
             return alive
         ranked = -np.sort(-candidates, axis=1)
         sizes = goodput_lengths(ranked, budgets, context.costs)
@@ -105,7 +106,7 @@ def proposed_trees(
     that the rows of trees are of."""
     budgets = context.budgets[list(requests)]
     sizes = rule.sizes(trees.reach, np.minimum(budgets, trees.made), context)
-    drafts: dict[int, DraftTree] = {}
+    chosen: list[DraftTree] = []
     for j, i in enumerate(requests):
         made = int(trees.made[j])
         whole = DraftTree(
@@ -113,7 +114,7 @@ def proposed_trees(
             trees.parents[j, :made],
             trees.reach[j, :made].astype(np.float32),
         )
-        drafts[i] = whole.prefix(int(sizes[j]))
+        chosen.append(whole.prefix(int(sizes[j])))
         outcomes.expect(
             context.request_ids[i],
             Guess(
@@ -123,4 +124,6 @@ def proposed_trees(
                 int(context.num_tokens[i]),
             ),
         )
-    return drafts
+    if rule.by_goodput:
+        chosen = worth_their_branches(chosen, context.costs)
+    return dict(zip(requests, chosen, strict=True))
