@@ -102,10 +102,13 @@ def _owned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _owned_layer(layer: LayerWeights) -> LayerWeights:
-    tensors: dict[str, Any] = {field.name: getattr(layer, field.name) for field in fields(layer)}
-    return LayerWeights(
-        **{name: None if each is None else _owned(each) for name, each in tensors.items()}
-    )
+    tensors: dict[str, torch.Tensor | None] = {
+        field.name: getattr(layer, field.name) for field in fields(layer)
+    }
+    owned: dict[str, Any] = {
+        name: None if each is None else _owned(each) for name, each in tensors.items()
+    }
+    return LayerWeights(**owned)
 
 
 def holds_model(path: Path) -> bool:
