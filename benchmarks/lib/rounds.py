@@ -199,6 +199,8 @@ def run_rounds(
     began, done, previous = time.monotonic(), 0, pending[0][0]
     try:
         fleet.start()
+        for engine in fleet.engines:
+            new_lines(engine.trace)  # the warm-up, and what an earlier run left
         session["start_seconds"] = fleet.start_seconds
         session["threads"] = {engine.name: threads(engine.env) for engine in fleet.engines}
         partial.add_session(session)

@@ -44,7 +44,7 @@ BASELINES: dict[str, dict[str, Any] | None] = {
 }
 """vLLM's own methods, as vLLM has them; w8a8 is the target in int8 without speculation."""
 DEFAULT_RECIPES = "smollm2-135m-ngram,smollm2-135m-auto"
-DEFAULT_BASELINES = "none,ngram,suffix,eagle"
+DEFAULT_BASELINES = "none,eagle"
 
 
 def checkout() -> Path:
