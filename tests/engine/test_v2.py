@@ -171,12 +171,14 @@ def test_eagle_3_is_vllms_own_under_our_controller(
     check(answer, expected, accepted=8)
 
 
-@pytest.fixture(scope="module")
-def tight(model: str) -> tuple[list[list[int]], dict[str, Any], list[list[int]]]:
-    """Prompts that are read in pieces, an engine whose cache does not hold four of them, what V2 says to
-    them there without speculation."""
+HYDRA = str(TRAINED / "smollm2-135m-hydra")
+
+
+@pytest.mark.slow
+def test_chunked_prefill_and_preemption(model: str) -> None:
+    """A prompt is read in pieces, and four requests do not fit into the cache at once."""
     prompts = [[*PROMPTS[i], *range(100 + 7 * i, 160 + 7 * i)] for i in range(4)]
-    engine: dict[str, Any] = {
+    tight: dict[str, Any] = {
         "max_num_batched_tokens": 40,
         "num_gpu_blocks_override": 10,
         "block_size": 32,
@@ -184,24 +186,11 @@ def tight(model: str) -> tuple[list[list[int]], dict[str, Any], list[list[int]]]
         "max_tokens": 40,
         "batches": (4,),
     }
-    return prompts, engine, v2.run(model, prompts, None, **engine)["tokens"][0]
-
-
-HYDRA = str(TRAINED / "smollm2-135m-hydra")
-EACH = {
-    "medusa": medusa(HYDRA, controller="off"),
-    "ngram": ngram(controller="off"),
-    "auto": both(HYDRA, controller="off"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", EACH)
-def test_chunked_prefill_and_preemption(model: str, tight: Any, name: str) -> None:
-    prompts, engine, wanted = tight
-    answer = v2.run(model, prompts, EACH[name], asynchronous=True, **engine)
+    plain = v2.run(model, prompts, None, **tight)
+    heads = medusa(HYDRA, controller="off")
+    answer = v2.run(model, prompts, heads, asynchronous=True, **tight)
     assert answer["counters"]["vllm:num_preemptions"] > 0
-    check(answer, wanted, accepted=3)
+    check(answer, plain["tokens"][0], accepted=3)
 
 
 SMALL: dict[str, Any] = {
@@ -289,17 +278,13 @@ def test_chunks_and_preemption_on_a_small_target(small: Small) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EACH)
-def test_vllm_0_33(
-    model: str, expected: list[list[int]], name: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = overlay(tmp_path_factory.mktemp(name) / "overlay")
+def test_vllm_0_33(model: str, expected: list[list[int]], tmp_path: Path) -> None:
+    folder = overlay(tmp_path / "overlay")
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     answer = v2.run(
         model,
         PROMPTS,
-        {**EACH[name], "controller": "on"},
-        batches=(1, 4, 4),
+        medusa(HYDRA),
         asynchronous=True,
         ks=UP_AND_DOWN,
         env={"PYTHONPATH": path},
