@@ -13,8 +13,7 @@ from vllm_specx.draft.tree import DraftTree
 
 def said_after(draft: EagleWeights, tokens: Sequence[int], path: Sequence[int]) -> dict[int, float]:
     """Log-probability of every target id that can be drafted after `path`, which follows `tokens`: one
-    forward a token, of a
-    chain."""
+    forward a token, of a chain."""
     lm_head = target()[0] if draft.lm_head is None else draft.lm_head
     ids = torch.arange(len(lm_head))
     if draft.vocab is not None:
