@@ -1,9 +1,9 @@
 """T>0: the distribution is the target's after accepted, rejected and bonus positions.
 
 Two-sample chi-square tests against no speculation, 8,000 samples each side, of a small random
-target whose whole distribution fits the cells. The level of each test is 1e-5 and this file makes 117
-of them (3 settings: 3 drafts x 5 cells, 7 proposers x 3 positions, no speculation against itself x 3),
-so that with everything right a fresh run raises a false alarm once in 854 runs at most (Bonferroni).
+target whose whole distribution fits the cells. The level of each test is 1e-5 and this file makes 144
+of them (3 settings: 3 drafts x 5 cells, 10 proposers x 3 positions, no speculation against itself x 3),
+so that with everything right a fresh run raises a false alarm once in 694 runs at most (Bonferroni).
 test_usual_faults_are_seen shows which faults these tests see; stock vLLM on a CPU fails them.
 """
 
@@ -22,6 +22,7 @@ from tests.support.eagle import random_eagle
 from tests.support.engine import Engine, EngineError, grown, ids
 from tests.support.heads import random_heads, trained_heads
 from tests.support.tiny import VOCAB, tiny_llama
+from tests.support.twins import perturbed
 
 pytestmark = pytest.mark.engine
 
@@ -225,18 +226,28 @@ STOCK = {
     "prompt_lookup_max": 3,
 }
 HEADS = {"method": "specx:medusa", "num_speculative_tokens": 3, "min_probability": 0.0}
+DRAFT_MODEL = {**HEADS, "method": "specx:draft_model"}
 PROPOSERS: dict[str, dict[str, Any]] = {
     "specx:ngram": {"method": "specx:ngram", "num_speculative_tokens": 3, "min_probability": 0.0},
     "stock ngram, cut by the controller": {**STOCK, "specx": {"controller": {"k_min": 1}}},
     "specx:medusa, random heads": HEADS,
     "specx:medusa, trained heads": HEADS,
     "specx:eagle, the target's own state": {**HEADS, "method": "specx:eagle"},
+    "specx:draft_model, likeliest tokens": DRAFT_MODEL,
+    "specx:draft_model, drawn": {**DRAFT_MODEL, "probabilistic": True},
+    "specx:draft_model, drawn, as long as pays, short steps": {
+        **DRAFT_MODEL,
+        "probabilistic": True,
+        "token_cost": 0.1,
+    },
     "specx:medusa, trained heads, 3 requests at a time": HEADS,
     "specx:medusa, trained heads, one request at a time": HEADS,
 }
+SHORT_STEPS: dict[str, Any] = {"max_num_batched_tokens": 64}
+"""Not all requests fit in a step: drafts are cut, or wait."""
 LIMITS = {"3 requests": 3, "one request": 1}
-FEW = {"random": 40, "trained": SAMPLES // 4}
-"""Accepted tokens that heads come to at least."""
+FEW = {"random": 40, "trained": SAMPLES // 4, "draft_model": SAMPLES // 10}
+"""Accepted tokens that heads and drafts come to at least."""
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +263,9 @@ def chosen(name: str, of: dict[str, int], otherwise: int) -> int:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=pytest.mark.slow) if "at a time" in name else name
+        pytest.param(name, marks=pytest.mark.slow)
+        if "at a time" in name or "draft_model" in name
+        else name
         for name in PROPOSERS
     ],
 )
@@ -267,6 +280,8 @@ def proposer_small(
     config = dict(PROPOSERS[request.param])
     if "eagle" in request.param:
         config["model"] = random_eagle(folder / "draft", target, 1, copying=True)
+    elif "draft_model" in request.param:
+        config["model"] = perturbed(folder / "draft", target)
     elif "random" in request.param:
         config["model"] = random_heads(folder / "heads", 128)
     elif "trained" in request.param:
@@ -276,8 +291,8 @@ def proposer_small(
         model=target,
         speculative_config=config,
         seed=1,
-        max_num_seqs=chosen(request.param, LIMITS, 64),
-        **SMALL,
+        **{"max_num_seqs": chosen(request.param, LIMITS, 64), **SMALL},
+        **(SHORT_STEPS if "short steps" in request.param else {}),
     )
     yield Sampler(engine, plain_small.prompt), chosen(request.param, FEW, 40)
     engine.close()

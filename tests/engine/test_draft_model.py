@@ -24,6 +24,7 @@ from tests.support.drafts import (
 from tests.support.engine import Engine, EngineError, grown, ids
 from tests.support.ranks import check_two_ranks
 from tests.support.twins import qwen_pair, tokenizer, twin, without_layers
+from vllm_specx.engine.draft_probs import sampling_rows
 
 pytestmark = pytest.mark.engine
 
@@ -110,6 +111,89 @@ def test_small_models_with_preemption_and_chunks(tmp_path: Path) -> None:
         finally:
             engine.close()
     assert said[0] == said[1]
+
+
+def test_greedy_and_seeded_requests_beside_drawn_ones(tmp_path: Path) -> None:
+    """With few cache blocks: those that do not depend on vLLM's own random numbers say what they say without
+    drafts."""
+    target, draft = qwen_pair(tmp_path)
+    chance = random.Random(0)
+    prompts = [[chance.randrange(1000) for _ in range(90)] for _ in range(9)]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "seed": 7},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 50},
+    ]
+    common = {"max_tokens": 48, "ignore_eos": True, "detokenize": False}
+    params = [{**common, **kinds[i % 3]} for i in range(9)]
+    # A seeded prompt that is read in parts ends vLLM 0.32 on a CPU.
+    few_blocks = {**TIGHT, "max_num_batched_tokens": 2048}
+    said = []
+    for config in (None, speculation(draft, probabilistic=True)):
+        engine = Engine(
+            tmp_path / "log",
+            model=target,
+            skip_tokenizer_init=True,
+            speculative_config=config,
+            **(few_blocks if config else {}),
+        )
+        try:
+            before = engine.counters()
+            got, _, drafted, accepted = counted(engine, lambda e=engine: e.each(prompts, params))
+            said.append([tokens for i, tokens in enumerate(ids(got)) if i % 3 < 2])
+            if config:
+                assert grown(before, engine.counters(), "num_preemptions") > 0
+                assert 50 < accepted < drafted
+        finally:
+            engine.close()
+    assert said[0] == said[1]
+
+
+def test_who_is_drawn_for() -> None:
+    """Not who is greedy, nor whose drafts a grammar cuts by what is in them."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    rows = sampling_rows(
+        [
+            SamplingParams(temperature=0.0),
+            SamplingParams(temperature=0.7, top_k=5, top_p=0.9),
+            SamplingParams(temperature=0.7),
+            SamplingParams(
+                temperature=0.7, structured_outputs=StructuredOutputsParams(choice=["a", "b"])
+            ),
+            None,
+        ]
+    )
+    assert rows.drawn.tolist() == [False, True, True, False, False]
+    assert rows.temperatures[1:3].tolist() == pytest.approx([0.7, 0.7])
+    assert rows.top_k[1:3].tolist() == [5, 0]
+    assert rows.top_p[1:3].tolist() == pytest.approx([0.9, 1.0])
+
+
+@pytest.mark.slow
+def test_two_ranks_draw_the_same_drafts(tmp_path: Path) -> None:
+    """A draft that is the target: what is drawn is accepted, as long as both ranks know what was drawn."""
+    target, _ = qwen_pair(tmp_path)
+    engine = Engine(
+        tmp_path / "log",
+        env={"VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+        model=target,
+        speculative_config=speculation(target, probabilistic=True),
+        tensor_parallel_size=2,
+        skip_tokenizer_init=True,
+        max_model_len=256,
+    )
+    settings = {"max_tokens": 60, "ignore_eos": True, "detokenize": False, "temperature": 0.8}
+    try:
+        prompts = [[5, 6, 7 + i] for i in range(6)]
+        _, drafts, drafted, accepted = counted(
+            engine, lambda: engine.tokens(prompts, **{**settings, "top_k": 20})
+        )
+        assert drafts > 50
+        assert accepted > 0.97 * drafted
+    finally:
+        engine.close()
 
 
 def test_the_target_itself_is_all_but_always_right(

@@ -85,6 +85,12 @@ class Engine:
         """Continuations of token ids."""
         return self._call("tokens", [list(p) for p in prompts], None, common)  # type: ignore[no-any-return]
 
+    def each(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        """Continuations of token ids, each with its own mapping of SamplingParams."""
+        return self._call("tokens", [list(p) for p in prompts], list(params), {})  # type: ignore[no-any-return]
+
     def prompt_ids(self, text: str) -> list[int]:
         """The chat template's token ids for one user turn."""
         return self._call("prompt_ids", text)  # type: ignore[no-any-return]

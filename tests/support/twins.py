@@ -81,7 +81,7 @@ def without_layers(folder: Path, source: str, dropped: range) -> str:
     return str(folder)
 
 
-def perturbed(folder: Path, source: str, noise: float = 0.5) -> str:
+def perturbed(folder: Path, source: str, noise: float = 0.2) -> str:
     """A copy of a checkpoint whose lm_head is a little different: it agrees with the source now and then.
 
     noise: of its standard deviation, that of the lm_head being 1.
