@@ -14,7 +14,7 @@ from tests.engine.conftest import ROOT, Script
 from tests.support import texts
 from tests.support.engine import Engine, grown, ids
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 LONG = {"max_tokens": 100, "ignore_eos": True}
 
 

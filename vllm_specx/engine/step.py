@@ -261,6 +261,7 @@ def _first_sight(state: Any, drafter: EngineProposer) -> _Known:
     if params.max_tokens is not None:
         last = min(last, prompt + params.max_tokens)
     seeded = drafter.remembers and params.seed is not None and params.temperature > 0
+    seeded = seeded and drafter.trees is None
     if seeded or opts_out(params.extra_args):
         last = 0
     pool = pool_of(params.extra_args)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ class TreeRows:
 
 @dataclass(slots=True)
 class TreePlan:
-    """All trees of a step, in the batch's order; at least one, and none of them a chain.
+    """All trees of a step, in the batch's order; at least one.
 
     first, rows, context, request: int64 [trees], see tree_native.tree_rows. visible: uint8, one mask
     after the other. whole: whether there are no other rows. order: which rows of all trees, int64.
@@ -79,11 +79,12 @@ def plan_step(
     request_index: Mapping[str, int],
     num_scheduled: npt.NDArray[Any],
     num_computed: npt.NDArray[Any],
+    walked: Collection[str] = (),
 ) -> tuple[TreePlan | None, Longs, Longs]:
     """The plan, or None without a tree in the batch; and of its nodes the rows and positions, int64.
 
     drafted: what was drafted for each request. scheduled: vLLM's drafts in this step, a beginning of
-    that; what else stands there is a chain. num_scheduled, num_computed: int [requests], in the batch's
+    that; what else stands there is a chain. walked: requests whose chains are taken as trees. num_scheduled, num_computed: int [requests], in the batch's
     order.
     """
     ends = np.cumsum(num_scheduled).astype(np.int64)
@@ -97,7 +98,7 @@ def plan_step(
         if known is None or not len(tokens):
             continue
         tree = known.prefix(len(tokens))
-        if tree.is_chain or tree.tokens.tolist() != list(tokens):
+        if (tree.is_chain and name not in walked) or tree.tokens.tolist() != list(tokens):
             continue
         i, size = request_index[name], len(tokens) + 1
         found.append(TreeRows(i, tree, int(ends[i]) - size, int(logits_ends[i]) - size))

@@ -36,6 +36,12 @@ def why_a_chain(params: Any) -> str | None:
     return None
 
 
+def drawn_by_seed(params: Any) -> bool:
+    """Whether a request's tokens come from random numbers of its own. Walked down as trees are, its drafts
+    use these as decoding without drafts does; vLLM's rejection sampler uses them up by what was drafted."""
+    return params is not None and params.seed is not None and params.temperature > 0
+
+
 def check_model(vllm_config: Any) -> None:
     """Raises ConfigError where trees cannot be verified; asked before anything is loaded."""
     for reason in _reasons(vllm_config):

@@ -19,7 +19,7 @@ from vllm_specx.draft.tree import DraftTree
 from vllm_specx.engine import tree_sampling
 from vllm_specx.engine.tree_attention import TreeAttention, can_be_ours, order_of
 from vllm_specx.engine.tree_plan import plan_step
-from vllm_specx.engine.tree_requests import why_a_chain
+from vllm_specx.engine.tree_requests import drawn_by_seed, why_a_chain
 
 logger = logging.getLogger(f"vllm.{__name__}")
 
@@ -38,6 +38,7 @@ class Trees:
             FALLBACKS: Counter(),
         }
         self._drafted: dict[str, DraftTree] = {}
+        self._walked: set[str] = set()
         self._usable: bool | None = None
 
     @property
@@ -54,17 +55,23 @@ class Trees:
         vocab_size: int,
     ) -> list[list[int]]:
         """vLLM's lists of draft tokens, trees among them where the request can have one, else its best
-        path; params: a request's SamplingParams."""
+        path; nothing for a request with a seed that can have none. params: a request's SamplingParams."""
         for request in requests:
             self._drafted.pop(request, None)
+            self._walked.discard(request)
         made: list[list[int]] = []
         for tree, request, limit in zip(drafts, requests, limits, strict=True):
             if limit <= 0 or not len(tree.tokens):
                 made.append([])
                 continue
             tree = tree.prefix(int(limit))
-            if not tree.is_chain:
-                reason = "attention" if self._usable is False else why_a_chain(params(request))
+            of_request = params(request)
+            seeded = drawn_by_seed(of_request)
+            if seeded or not tree.is_chain:
+                reason = "attention" if self._usable is False else why_a_chain(of_request)
+                if reason and seeded:
+                    made.append([])
+                    continue
                 if reason:
                     self.counts[FALLBACKS][reason] += 1
                     tree = DraftTree.chain(tree.first_path())
@@ -74,7 +81,9 @@ class Trees:
                     tokens = tokens[:j]
                     break
             tree = tree.prefix(len(tokens))
-            if not tree.is_chain:
+            if seeded:
+                self._walked.add(request)
+            if seeded or not tree.is_chain:
                 self._drafted[request] = tree
             made.append(tokens)
         return made
@@ -94,12 +103,14 @@ class Trees:
             batch.req_id_to_index,
             num_scheduled[:size],
             batch.num_computed_tokens_cpu[:size],
+            self._walked,
         )
         # A request that has no place in this step keeps its drafts.
         for request in output.scheduled_spec_decode_tokens:
             drafted.pop(request, None)
         for request in [each for each in drafted if each not in runner.requests]:
             del drafted[request]
+        self._walked.intersection_update(drafted)
         if plan is not None and self._usable is None:
             self._attach(runner)
         if not self._usable:
