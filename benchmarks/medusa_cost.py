@@ -26,9 +26,9 @@ from vllm_specx.draft.checkpoints import HeadWeights, TargetShape, load_heads
 from vllm_specx.draft.dense import Dense
 from vllm_specx.draft.medusa import MedusaDrafter
 from vllm_specx.draft.medusa_config import MedusaConfig
-from vllm_specx.draft.tree_config import TreeConfig
 from vllm_specx.draft.medusa_heads import SequentialHeads
 from vllm_specx.draft.proposer import DraftContext
+from vllm_specx.draft.tree_config import TreeConfig
 from vllm_specx.draft.vocab import DraftVocab
 
 HIDDEN, VOCAB, DEPTH = 576, 49152, 4

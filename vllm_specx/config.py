@@ -73,7 +73,9 @@ class AutoConfig(ProposerConfig):
 
     def ngram(self) -> NgramConfig:
         """Of the n-gram lookahead. Raises ValueError if its keys do not go together."""
-        return NgramConfig(min_match=self.min_match, max_match=self.max_match, pool=self.pool, tree=self.tree)
+        return NgramConfig(
+            min_match=self.min_match, max_match=self.max_match, pool=self.pool, tree=self.tree
+        )
 
     def medusa(self) -> MedusaConfig:
         """Of the trained draft, if it is heads."""

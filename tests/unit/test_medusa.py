@@ -105,7 +105,9 @@ def test_a_reduced_vocabulary_names_target_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["none", "hydra"])
 @pytest.mark.parametrize("tree", [None, {"nodes": 32}])
-def test_every_dtype(tmp_path: Path, dtype: torch.dtype, kind: str, tree: dict[str, int] | None) -> None:
+def test_every_dtype(
+    tmp_path: Path, dtype: torch.dtype, kind: str, tree: dict[str, int] | None
+) -> None:
     if kind == "hydra":
         sequential(tmp_path)
     else:
@@ -181,9 +183,7 @@ def test_a_sequential_trees_children_follow_from_their_parents(tmp_path: Path) -
 
 def test_fixed_choices(tmp_path: Path) -> None:
     choices = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0))
-    drafter = MedusaDrafter(
-        config(tree={}, choices=choices), parallel(tmp_path), lm_head=LM_HEAD
-    )
+    drafter = MedusaDrafter(config(tree={}, choices=choices), parallel(tmp_path), lm_head=LM_HEAD)
     hidden = torch.randn(2, synthetic.HIDDEN)
     best = drafter.logits(hidden).topk(2, -1).indices
     drafts = drafter.propose(context(hidden, budgets=[64, 3]))

@@ -133,7 +133,11 @@ def test_vllms_own_eagle_stays(method: str) -> None:
         ({"method": "specx:eagle", "heads": "x", "vocab": 0}, None, "'vocab' in specx is 0"),
         ({"method": "specx:eagle", "heads": ""}, None, "'heads' in specx is ''"),
         ({"method": "specx:medusa"}, None, "'heads' in specx is missing"),
-        ({"method": "specx:medusa", "heads": "x", "tree": {"nodes": 1}}, None, "'tree.nodes' in specx is 1"),
+        (
+            {"method": "specx:medusa", "heads": "x", "tree": {"nodes": 1}},
+            None,
+            "'tree.nodes' in specx is 1",
+        ),
         ({"method": "specx:stock"}, None, "cannot be chosen"),
         ({"method": "specx:ngram", "prompt_lookup_max": 3}, None, "key of vLLM's other methods"),
         ({"method": "specx:ngram", "pol": 3}, None, "did you mean 'pool'"),
