@@ -127,6 +127,28 @@ def test_trees_that_are_always_wrong_are_left_out() -> None:
     assert sum(budget > 0 for budget in oracle.budgets[-30:]) <= 8
 
 
+class Cutting(Branching):
+    """Drafts a wide tree, or the true path alone where it is told what verifying costs."""
+
+    def propose(self, context: DraftContext) -> list[DraftTree]:
+        (tree,) = super().propose(context)
+        if context.costs is None or not len(tree.tokens):
+            return [tree]
+        (n,) = context.num_tokens.tolist()
+        chain = DraftTree.chain([t + self.wrong for t in self.text[n : n + DEPTH]])
+        return [DraftTree(chain.tokens, chain.parents, np.full(DEPTH, 0.9, np.float32))]
+
+
+def test_what_is_tried_says_nothing_of_how_wide_trees_are_that_pay() -> None:
+    """They are wider than any that pays, so a gate that believed them would stay shut."""
+    text = np.random.default_rng(0).integers(0, 900, 400).tolist()
+    oracle = Cutting(text, wrong=True)
+    paced = PacedDrafter(oracle, 8, trees=True)
+    decode(paced, text, 300, slope=0.02)
+    assert any(oracle.budgets[-80:])
+    assert paced.gate._width == 1.0
+
+
 def auto(text: list[int], wrong: bool) -> AutoDrafter:
     ngram = NgramLookahead(NgramConfig(), 2, 600, 64, Limits(32, 4, DEPTH))
     return AutoDrafter(ngram, Branching(text, wrong), depth=8, trees=True)

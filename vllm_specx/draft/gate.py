@@ -26,19 +26,19 @@ _PROBE_STEPS = 4
 """For so many steps in a row."""
 _PROBED = 8
 """One request in so many is tried."""
-
-
 _WIDTH_MEMORY = 0.98
+"""What is known of how wide trees are is worth, after one more."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """A draft whose outcome is not known yet. count: tokens asked for, of one path. at: committed tokens
-    then."""
+    then. tried: it was made and verified whatever it cost."""
 
     draft: DraftTree
     count: int
     at: int
+    tried: bool
 
 
 class Gate:
@@ -69,7 +69,7 @@ class Gate:
             if not sampled or (asked := self._asked.pop(request, None)) is None:
                 continue
             if asked.at == int(context.num_tokens[i]) - len(sampled):
-                right, made = self._agreed(asked.draft, sampled)
+                right, made = self._agreed(asked.draft, sampled, asked.tried)
                 # The scheduler may have cut the draft: what it did not verify, it did not refuse.
                 failed = right < min(asked.count, len(sampled))
                 judged.append(request)
@@ -80,12 +80,13 @@ class Gate:
         for request in context.finished:
             self._asked.pop(request, None)
 
-    def _agreed(self, draft: DraftTree, sampled: Sequence[int]) -> tuple[int, int]:
-        """Tokens in a row that were right, of the tokens of a longest path."""
+    def _agreed(self, draft: DraftTree, sampled: Sequence[int], tried: bool) -> tuple[int, int]:
+        """Tokens in a row that were right, of the tokens of a longest path. tried: whatever the draft cost,
+        so that it says nothing of how wide trees are that pay."""
         if not self._trees:
             return agreeing(draft.tokens, sampled), len(draft.tokens)
         depth = draft.depth()
-        if depth:
+        if depth and not tried:
             wide = len(draft.tokens) / depth
             self._width += (1.0 - _WIDTH_MEMORY) * (wide - self._width)
         return sum(right for _, right in outcomes_of(draft, sampled)), depth
@@ -96,7 +97,10 @@ class Gate:
             if context.request_ids[i] in self._trained.missed:
                 continue
             self._asked[context.request_ids[i]] = _Asked(
-                drafts[i], int(asked[i]), int(context.num_tokens[i])
+                drafts[i],
+                int(asked[i]),
+                int(context.num_tokens[i]),
+                self._probing or context.costs is None,
             )
 
     def choose(
