@@ -1,21 +1,15 @@
-"""Draft trees that a test dictates while the engine runs, and engines in which a part of verifying is left out."""
+"""Draft trees that a test dictates while the engine runs."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from typing import Any, ClassVar
 
 import numpy as np
 
-from tests.support.proposers import SCRIPT
-from vllm_specx.draft.proposer import DraftContext, Proposer
+from vllm_specx.draft.proposer import DraftContext
 from vllm_specx.draft.tree import DraftTree
-from vllm_specx.engine.proposers import EngineProposer
-from vllm_specx.engine.trees import Trees
-
-BREAK = "SPECX_TEST_BREAK"
 
 
 def random_tree(
@@ -99,36 +93,3 @@ class ScriptedTrees:
         rng = np.random.default_rng([*prompt[-3:], done, self.script.get("seed", 0)])
         right = [] if mode == "wrong" else answer
         return random_tree(rng, right, self.script["nodes"], depth, context.vocab_size)
-
-
-class TreeScripted(EngineProposer):
-    """For `--speculative-config '{"model": "tests.support.tree_proposers.TreeScripted", ...}'`."""
-
-    name = "scripted trees"
-
-    def build(self) -> Proposer:
-        self.trees = Trees()
-        self.specx_counts = self.trees.counts
-        _break(self.trees, os.environ.get(BREAK, ""))
-        return ScriptedTrees(os.environ[SCRIPT])
-
-
-def _break(trees: Trees, what: str) -> None:
-    if what == "commit":
-        trees.attention.commit = lambda: None  # type: ignore[method-assign]
-    elif what in ("positions", "mask"):
-        module: Any = sys.modules[Trees.__module__]
-        plan_step = module.plan_step
-
-        def broken(*args: Any) -> Any:
-            plan, nodes, positions = plan_step(*args)
-            if plan is not None and what == "positions":
-                positions = np.concatenate(
-                    [c + np.arange(1, r) for c, r in zip(plan.context, plan.rows, strict=True)]
-                )
-            elif plan is not None:
-                masks = [np.tril(np.ones((r, r), np.uint8)).ravel() for r in plan.rows]
-                plan.visible = np.concatenate(masks)
-            return plan, nodes, positions
-
-        module.plan_step = broken
