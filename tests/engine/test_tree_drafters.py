@@ -10,6 +10,8 @@ import pytest
 from tests.support import texts
 from tests.support.drafts import SHORT, counted
 from tests.support.engine import Engine, ids
+from tests.support.ranks import check_two_ranks
+from tests.support.tiny import tiny_llama
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 HEADS = Path(__file__).parents[2] / "recipes" / "heads"
@@ -38,3 +40,8 @@ def test_trees_of_real_drafts(plain: Engine, model: str, tmp_path: Path, kind: s
                 assert drafted > 10 * drafts and accepted > 0.8 * drafts
     finally:
         engine.close()
+
+
+def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
+    target = tiny_llama(tmp_path / "target")
+    check_two_ranks(tmp_path, target, {**KINDS["ngram"], "tree": TREE})
