@@ -19,7 +19,7 @@ SHORT = {"max_tokens": 64, "ignore_eos": True}
 @pytest.fixture(
     scope="module",
     params=[
-        "smollm2-135m-hydra",
+        pytest.param("smollm2-135m-hydra", marks=pytest.mark.slow),
         "smollm2-135m-eagle3",
         pytest.param("a draft model", marks=pytest.mark.slow),
     ],

@@ -61,6 +61,7 @@ def check(result: dict[str, Any]) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_a_run_and_its_continuation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = run(tmp_path, "engine")
     check(first)

@@ -54,7 +54,9 @@ def test_random_heads_change_no_token(
     assert grown(before, after, "spec_decode_num_accepted_tokens") < drafted // 10
 
 
-@pytest.mark.parametrize("heads", ["smollm2-135m-hydra", "smollm2-135m-medusa"])
+@pytest.mark.parametrize(
+    "heads", ["smollm2-135m-hydra", pytest.param("smollm2-135m-medusa", marks=pytest.mark.slow)]
+)
 def test_trained_heads_change_no_token(
     model: str, heads: str, expected: list[list[int]], tmp_path: Path
 ) -> None:
@@ -78,6 +80,7 @@ def test_trained_heads_change_no_token(
         engine.close()
 
 
+@pytest.mark.slow
 def test_two_ranks_say_what_one_says(tmp_path: Path) -> None:
     config = {
         "method": "specx:medusa",
