@@ -35,7 +35,7 @@ def state(name: str, **changes: Any) -> CachedRequestState:
 def worker(*states: CachedRequestState, rows: bool = False) -> tuple[Any, Any]:
     """Proposer and runner, as far as requests are concerned. rows: it keeps the target's states."""
     drafter = SimpleNamespace(
-        requests={}, ended=[], remembers=True, max_model_len=100,
+        requests={}, ended=[], remembers=True, trees=None, max_model_len=100,
         proposer=SimpleNamespace(needs_verified_rows=rows),
     )  # fmt: skip
     return drafter, SimpleNamespace(requests={each.req_id: each for each in states})
