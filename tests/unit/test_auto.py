@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from vllm_specx.config import AutoConfig, ConfigError, NgramConfig, parse
+from vllm_specx.draft import gate
 from vllm_specx.draft.auto import AutoDrafter
-from vllm_specx.draft.gate import _PROBE_AFTER, _PROBE_STEPS, _PROBED, agreeing
+from vllm_specx.draft.gate import _PROBE_AFTER, _PROBE_SELDOM, _PROBE_STEPS, _PROBED, agreeing
 from vllm_specx.draft.ngram import NgramLookahead
 from vllm_specx.draft.paced import PacedDrafter
 from vllm_specx.draft.proposer import DraftContext
@@ -153,7 +154,16 @@ def test_a_trained_draft_that_is_always_wrong_is_left_alone_but_for_probes(alone
     assert 0 < sum(n > 0 for n in late) <= (len(late) // _PROBE_AFTER + 1) * _PROBE_STEPS
 
 
-def test_probes_are_of_a_few_requests_and_of_all_in_turn() -> None:
+def test_what_never_pays_is_tried_less_and_less() -> None:
+    oracle, _ = decode({"r": fresh(590)}, wrong=True, alone=True)
+    tried = np.flatnonzero([budgets[0] > 0 for budgets in oracle.asked])
+    pauses = [int(gap) for gap in np.diff(tried) if gap > 1]
+    assert pauses == sorted(pauses)
+    assert pauses[0] <= _PROBE_AFTER + 1 and pauses[-1] == _PROBE_SELDOM + 1
+
+
+def test_probes_are_of_a_few_requests_and_of_all_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "_PROBE_SELDOM", _PROBE_AFTER)
     oracle, _ = decode({str(n): fresh(580, n) for n in range(16)}, wrong=True, alone=True)
     probes = np.array([asked for asked in oracle.asked[60:] if any(asked)]) > 0
     assert len(probes) >= 8

@@ -22,6 +22,8 @@ _DRAFT_SHARE = 0.05
 """What a forward of the draft is taken to cost, in steps of the target, until it is measured."""
 _PROBE_AFTER = 50
 """Steps without a draft after which some requests are tried again: the text may have changed."""
+_PROBE_SELDOM = 200
+"""After so many, where trying them has changed nothing again and again."""
 _PROBE_STEPS = 4
 """For so many steps in a row."""
 _PROBED = 8
@@ -57,6 +59,7 @@ class Gate:
         self._trained = trained
         self._asked: dict[str, _Asked] = {}
         self._idle = 0
+        self._patience = _PROBE_AFTER
         self._probes = 0
         self._probing = False
 
@@ -152,8 +155,11 @@ class Gate:
             rate = expected / (float(step_times(costs, length)) + forwards * forward)
             if rate > goodput:
                 goodput, best = rate, np.where(mine, np.minimum(budgets, depth), 0)
-        self._idle = 0 if best.any() else self._idle + 1
-        return self._probe(budgets, tokens) if self._idle > _PROBE_AFTER else best
+        if best.any():
+            self._idle, self._patience = 0, _PROBE_AFTER
+        else:
+            self._idle += 1
+        return self._probe(budgets, tokens) if self._idle > self._patience else best
 
     def _probe(self, budgets: LongArray, tokens: LongArray) -> LongArray:
         """A few of the requests that have nothing, another few each time."""
@@ -164,16 +170,19 @@ class Gate:
         self._probing = True
         chosen = (self._probes + np.arange(-(-len(able) // _PROBED)) * _PROBED) % len(able)
         asked[able[chosen]] = budgets[able[chosen]]
-        if self._idle >= _PROBE_AFTER + _PROBE_STEPS:
+        if self._idle >= self._patience + _PROBE_STEPS:
             self._idle = 0
+            self._patience = min(2 * self._patience, _PROBE_SELDOM)
             self._probes += 1
         return asked
 
     def shown(self, context: DraftContext, asked: LongArray) -> DraftContext:
         """What the drafter is given, as choose() has decided. Those that get nothing are shown to it
-        nevertheless: it keeps up with the text. What is tried is drafted and verified whatever it
-        costs: costs that are wrong, and keep drafts away, are only seen to be wrong by drafting."""
-        budgets = np.where(asked > 0, context.budgets, 0) if self._trees else asked
+        nevertheless: it keeps up with the text. What is tried is drafted, a tree with no more nodes than a
+        path may have, and verified whatever it costs: costs that are wrong, and keep drafts away, are only seen to be wrong by drafting."""
+        budgets = asked
+        if self._trees and not self._probing:
+            budgets = np.where(asked > 0, context.budgets, 0)
         mine = dataclasses.replace(context, budgets=budgets.astype(np.int32))
         return dataclasses.replace(mine, costs=None, draft_cost=None) if self._probing else mine
 
