@@ -19,7 +19,7 @@ from tests.support.eagle_paths import paths
 from tests.unit.test_medusa import EMBEDDINGS, LM_HEAD, config, parallel, sequential
 from vllm_specx.draft.best_first import fixed_tree
 from vllm_specx.draft.best_nodes import best_nodes, fixed_reach, parallel_candidates
-from vllm_specx.draft.branches import best_path, worth_their_branches
+from vllm_specx.draft.branches import worth_their_branches
 from vllm_specx.draft.depth_calibration import DepthCalibration
 from vllm_specx.draft.growth import Growth
 from vllm_specx.draft.lengths import step_times
@@ -245,7 +245,7 @@ def test_branches_must_gain_more_than_they_cost() -> None:
         assert found[0].is_chain is not branched
         assert len(found[0].tokens) == (3 if branched else 2)
         assert found[1].tokens.tolist() == [1, 2]
-    chain = best_path(DraftTree(tokens, parents, reach))
+    chain = DraftTree(tokens, parents, reach).best_path()
     assert chain.tokens.tolist() == [1, 2] and chain.reach is not None
     assert chain.reach.tolist() == pytest.approx([0.5, 0.3])
     assert worth_their_branches([tree], None)[0] is tree

@@ -80,7 +80,7 @@ def test_after_any_accepted_path_a_draft_is_as_a_fresh_one(version: Version) -> 
         for i, tree in enumerate(trees):
             node = int(rng.integers(-1, len(tree.tokens)))
             path = accepted_path(tree, node)
-            branched += path != tree.first_path()[: len(path)].tolist()
+            branched += path != tree.best_path().tokens[: len(path)].tolist()
             position = len(known[i]) - 1
             known[i] = [*known[i], *path, int(rng.integers(0, synthetic.VOCAB))]
             step[i] = told(f"r{i}", known[i], position, len(path) + 1)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from vllm_specx.draft.tree import DraftTree
 from vllm_specx.engine.tree_plan import plan_step
 from vllm_specx.verify.chain import said
-from vllm_specx.verify.tree import children, depths, kept_rows, visible, walk
+from vllm_specx.verify.tree import children, kept_rows, visible, walk
 
 VOCAB, LENGTH = 3, 4
 Tokens = tuple[int, ...]
@@ -160,7 +160,7 @@ def test_greedy_accepts_the_longest_right_path(tree: DraftTree, seed: int) -> No
 @given(trees(most=24))
 @settings(max_examples=60, deadline=None)
 def test_rows_see_what_is_above_them(tree: DraftTree) -> None:
-    mask, deep = visible(tree.parents), depths(tree.parents)
+    mask, deep = visible(tree.parents), tree.depths()
     assert mask[0].tolist() == [True] + [False] * len(tree.tokens)
     for j in range(len(tree.tokens)):
         above = path_to(tree, j)
@@ -236,9 +236,7 @@ def test_the_plan_of_a_step(rows: list[Row]) -> None:
         assert found.row == starts[i] == plan.first[place]
         assert found.logits_row == int(with_logits[:i].sum())
         assert plan.context[place] == before and plan.rows[place] == kept + 1
-        at |= {
-            int(starts[i]) + 1 + j: before + d for j, d in enumerate(depths(tree.parents[:kept]))
-        }
+        at |= {int(starts[i]) + 1 + j: before + d for j, d in enumerate(tree.prefix(kept).depths())}
         assert np.array_equal(plan.masks()[place].numpy(), visible(tree.parents[:kept]))
     assert dict(zip(nodes.tolist(), positions.tolist(), strict=True)) == at
     assert plan.whole == (sum(tree.size for tree in plan.trees) == counts.sum())

@@ -25,29 +25,13 @@ def worth_their_branches(
     """
     if costs is None or all(draft.is_chain for draft in drafts):
         return list(drafts)
-    paths = [best_path(draft) for draft in drafts]
+    paths = [draft.best_path() for draft in drafts]
     size = len(drafts)
     gain, alone = (sum(_promise(d) for d in group) for group in (drafts, paths))
     nodes, tokens = (sum(len(d.tokens) for d in group) for group in (drafts, paths))
     trees, chains = step_times(costs, [nodes, tokens])
     branched = (size + gain) / (float(trees) * (1.0 + SHARE))
     return list(drafts) if branched > (size + alone) / float(chains) else paths
-
-
-def best_path(draft: DraftTree) -> DraftTree:
-    """The tokens along the best child of each node, as a chain that keeps their reach."""
-    if draft.is_chain:
-        return draft
-    path: list[int] = []
-    node = -1
-    for i, parent in enumerate(draft.parents.tolist()):
-        if parent == node:
-            path.append(i)
-            node = i
-    chain = DraftTree.chain(draft.tokens[path])
-    return DraftTree(
-        chain.tokens, chain.parents, None if draft.reach is None else draft.reach[path]
-    )
 
 
 def _promise(draft: DraftTree) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -44,12 +44,16 @@ class DraftTree:
         """Whether every token has at most one child."""
         return bool(np.array_equal(self.parents, np.arange(-1, len(self.parents) - 1)))
 
+    def depths(self) -> npt.NDArray[np.int64]:
+        """int64 [n]: how many tokens after the last committed one each node is; its children are at 1."""
+        found = np.empty(len(self.parents), np.int64)
+        for j, parent in enumerate(self.parents.tolist()):
+            found[j] = 1 if parent < 0 else found[parent] + 1
+        return found
+
     def depth(self) -> int:
         """Tokens of the longest path."""
-        depths: list[int] = []
-        for parent in self.parents.tolist():
-            depths.append(1 + (depths[parent] if parent >= 0 else 0))
-        return max(depths, default=0)
+        return int(self.depths().max(initial=0))
 
     def prefix(self, nodes: int) -> DraftTree:
         """The first `nodes` nodes."""
@@ -58,15 +62,23 @@ class DraftTree:
         reach = None if self.reach is None else self.reach[:nodes]
         return DraftTree(self.tokens[:nodes], self.parents[:nodes], reach)
 
-    def first_path(self) -> IntArray:
-        """int32 [depth]: the tokens along the best child of each node."""
+    def best_path(self) -> DraftTree:
+        """The tokens along the best child of each node, as a chain that keeps their reach."""
+        if self.is_chain:
+            return self
         path: list[int] = []
         node = -1
-        for i, parent in enumerate(self.parents):
+        for i, parent in enumerate(self.parents.tolist()):
             if parent == node:
-                path.append(int(self.tokens[i]))
+                path.append(i)
                 node = i
-        return np.asarray(path, dtype=np.int32)
+        chain = DraftTree.chain(self.tokens[path])
+        return replace(chain, reach=None if self.reach is None else self.reach[path])
+
+    def known(self, vocab_size: int) -> DraftTree:
+        """What comes before the first token that is no id below vocab_size."""
+        unknown = np.flatnonzero((self.tokens < 0) | (self.tokens >= vocab_size))
+        return self.prefix(int(unknown[0])) if len(unknown) else self
 
 
 EMPTY_DRAFT = DraftTree.chain(())

@@ -319,9 +319,5 @@ def to_lists(trees: Sequence[DraftTree], context: DraftContext) -> list[list[int
 def _valid(tree: DraftTree, budget: int, vocab_size: int) -> list[int]:
     if budget <= 0 or len(tree.tokens) == 0:
         return []
-    path: IntArray = tree.tokens if tree.is_chain else tree.first_path()
-    tokens: list[int] = path[:budget].tolist()
-    for i, token in enumerate(tokens):
-        if not 0 <= token < vocab_size:
-            return tokens[:i]
+    tokens: list[int] = tree.best_path().prefix(budget).known(vocab_size).tokens.tolist()
     return tokens

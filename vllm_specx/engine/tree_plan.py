@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from vllm_specx.draft.tree import DraftTree
-from vllm_specx.verify.tree import depths, kept_rows, visible
+from vllm_specx.verify.tree import kept_rows, visible
 
 Longs = npt.NDArray[np.int64]
 
@@ -122,7 +122,6 @@ def plan_step(
     )
     nodes = np.concatenate([np.arange(tree.row + 1, tree.row + tree.size) for tree in found])
     positions = [
-        before + depths(tree.tree.parents)
-        for before, tree in zip(context.tolist(), found, strict=True)
+        before + tree.tree.depths() for before, tree in zip(context.tolist(), found, strict=True)
     ]
     return plan, nodes, np.concatenate(positions)

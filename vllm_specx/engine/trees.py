@@ -39,6 +39,7 @@ class Trees:
         }
         self._drafted: dict[str, DraftTree] = {}
         self._walked: set[str] = set()
+        # Whether the attention layers can have trees; None before the first step.
         self._usable: bool | None = None
 
     @property
@@ -68,29 +69,26 @@ class Trees:
             of_request = params(request)
             seeded = drawn_by_seed(of_request)
             if seeded or not tree.is_chain:
-                reason = "attention" if self._usable is False else why_a_chain(of_request)
+                reason = why_a_chain(of_request) if self._usable else "attention"
                 if reason and seeded:
                     made.append([])
                     continue
                 if reason:
                     self.counts[FALLBACKS][reason] += 1
-                    tree = DraftTree.chain(tree.first_path())
-            tokens = tree.tokens.tolist()
-            for j, token in enumerate(tokens):
-                if not 0 <= token < vocab_size:
-                    tokens = tokens[:j]
-                    break
-            tree = tree.prefix(len(tokens))
+                    tree = tree.best_path()
+            tree = tree.known(vocab_size)
             if seeded:
                 self._walked.add(request)
             if seeded or not tree.is_chain:
                 self._drafted[request] = tree
-            made.append(tokens)
+            made.append(tree.tokens.tolist())
         return made
 
     def prepare(self, runner: Any, output: Any, num_scheduled: Any) -> None:
         """After GPUModelRunner._prepare_inputs: the plan, and its nodes' rotary positions. Their slots in
         the cache stay one after the other."""
+        if self._usable is None:
+            self._attach(runner)
         drafted = self._drafted
         if not drafted:
             self.attention.begin(None)
@@ -111,10 +109,6 @@ class Trees:
         for request in [each for each in drafted if each not in runner.requests]:
             del drafted[request]
         self._walked.intersection_update(drafted)
-        if plan is not None and self._usable is None:
-            self._attach(runner)
-        if not self._usable:
-            plan = None
         self.attention.begin(plan)
         if plan is not None:
             self.counts[NODES][""] += sum(len(tree.tree.tokens) for tree in plan.trees)

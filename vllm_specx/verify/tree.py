@@ -22,15 +22,6 @@ from vllm_specx.draft.tree import DraftTree, IntArray
 Mask = npt.NDArray[np.bool_]
 
 
-def depths(parents: IntArray) -> npt.NDArray[np.int64]:
-    """int64 [n]: how many tokens after the last committed one each node is; its children are at 1.
-    parents: int32 [n], of a DraftTree."""
-    found = np.empty(len(parents), np.int64)
-    for j, parent in enumerate(parents.tolist()):
-        found[j] = 1 if parent < 0 else found[parent] + 1
-    return found
-
-
 def visible(parents: IntArray) -> Mask:
     """bool [n + 1, n + 1]: which rows each row sees, itself among them."""
     size = len(parents) + 1
