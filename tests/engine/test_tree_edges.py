@@ -16,8 +16,7 @@ from tests.engine.conftest import ROOT, TIGHT, Script
 from tests.engine.test_distribution import LEVEL, SETTINGS, SMALL, Sampler, worst
 from tests.support import texts
 from tests.support.engine import Engine, grown, ids
-from tests.support.tiny import VOCAB
-from tests.support.tree_watched import attentive_llama
+from tests.support.tiny import VOCAB, attentive_llama
 
 pytestmark = pytest.mark.engine
 LONG: dict[str, Any] = {"max_tokens": 64, "ignore_eos": True, "detokenize": False}

@@ -15,13 +15,9 @@ from vllm_specx.engine.proposers import EngineProposer
 SCRIPT = "SPECX_TEST_SCRIPT"
 
 
-class ScriptedDrafts:
-    """Drafts by the JSON file that SPECX_TEST_SCRIPT names, read anew when it changes.
-
-    mode: "nothing" | "right" | "wrong" (both by `answers`: prompt ids as a JSON list -> answer ids)
-    | "chain" (`tokens`, whatever the context) | "short" (one draft too few).
-    fail_every: raises in every so manieth step.
-    """
+class Scripting:
+    """A proposer that does what a JSON file says, which is read anew when it changes. Key `answers`: prompt ids as
+    a JSON list -> answer ids."""
 
     needs_hidden_states: ClassVar[bool] = True
     needs_verified_rows: ClassVar[bool] = False
@@ -33,12 +29,32 @@ class ScriptedDrafts:
         self.script: dict[str, Any] = {"mode": "nothing"}
         self.steps = 0
 
-    def propose(self, context: DraftContext) -> list[DraftTree]:
+    def read(self) -> None:
         stamp = os.stat(self.path).st_mtime_ns
         if stamp != self.stamp:
             with open(self.path) as file:
                 self.script = json.load(file)
             self.stamp = stamp
+
+    def rest(self, context: DraftContext, i: int) -> list[int]:
+        """What is left of the answer to request i's prompt."""
+        row = context.token_ids[context.rows[i]]
+        prompt = row[: context.num_prompt_tokens[i]].tolist()
+        done = int(context.num_tokens[i] - context.num_prompt_tokens[i])
+        rest: list[int] = self.script["answers"].get(json.dumps(prompt), [])[done:]
+        return rest
+
+
+class ScriptedDrafts(Scripting):
+    """Drafts by the JSON file that SPECX_TEST_SCRIPT names.
+
+    mode: "nothing" | "right" | "wrong" (both by `answers`)
+    | "chain" (`tokens`, whatever the context) | "short" (one draft too few).
+    fail_every: raises in every so manieth step.
+    """
+
+    def propose(self, context: DraftContext) -> list[DraftTree]:
+        self.read()
         assert context.hidden_states is not None
         assert context.hidden_states.shape[0] == len(context.request_ids)
         mode = self.script["mode"]
@@ -54,11 +70,7 @@ class ScriptedDrafts:
             return []
         if mode == "chain":
             return list(self.script["tokens"])
-        row = context.token_ids[context.rows[i]]
-        prompt = row[: context.num_prompt_tokens[i]].tolist()
-        answer = self.script["answers"].get(json.dumps(prompt), [])
-        done = int(context.num_tokens[i] - context.num_prompt_tokens[i])
-        rest = np.asarray(answer[done : done + int(context.budgets[i])], dtype=np.int64)
+        rest = np.asarray(self.rest(context, i)[: int(context.budgets[i])], dtype=np.int64)
         if mode == "wrong":
             rest = (rest + 1) % context.vocab_size
         return [int(token) for token in rest]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-from typing import Any, ClassVar
-
 import numpy as np
 
+from tests.support.proposers import Scripting
 from vllm_specx.draft.proposer import DraftContext
 from vllm_specx.draft.tree import DraftTree
 
@@ -50,30 +47,16 @@ def random_tree(
     )
 
 
-class ScriptedTrees:
-    """Trees by the JSON file that SPECX_TEST_SCRIPT names, read anew when it changes.
+class ScriptedTrees(Scripting):
+    """Trees by the JSON file that SPECX_TEST_SCRIPT names.
 
     mode: "nothing" | "trees" (random ones, with as much of `answers` in them as chance gives) | "wrong" (with
     nothing of them) | "mixed" (trees, chains and nothing, by the request's place and the step).
-    nodes, depth: of the trees. answers: prompt ids as a JSON list -> answer ids.
+    nodes, depth: of the trees.
     """
 
-    needs_hidden_states: ClassVar[bool] = True
-    needs_verified_rows: ClassVar[bool] = False
-    draft_steps: ClassVar[int] = 0
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.stamp = 0
-        self.script: dict[str, Any] = {"mode": "nothing"}
-        self.steps = 0
-
     def propose(self, context: DraftContext) -> list[DraftTree]:
-        stamp = os.stat(self.path).st_mtime_ns
-        if stamp != self.stamp:
-            with open(self.path) as file:
-                self.script = json.load(file)
-            self.stamp = stamp
+        self.read()
         self.steps += 1
         return [self._one(context, i) for i in range(len(context.request_ids))]
 
@@ -85,7 +68,7 @@ class ScriptedTrees:
         row = context.token_ids[context.rows[i]]
         done = int(context.num_tokens[i] - context.num_prompt_tokens[i])
         prompt = row[: context.num_prompt_tokens[i]].tolist()
-        answer = self.script["answers"].get(json.dumps(prompt), [])[done:]
+        answer = self.rest(context, i)
         depth = self.script.get("depth", 6)
         if kind == 1:
             return DraftTree.chain(answer[:depth])

@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from tests.support.proposers import SCRIPT
-from tests.support.tiny import SPREAD, VOCAB
 from tests.support.tree_proposers import ScriptedTrees
 from vllm_specx.draft.proposer import DraftContext, Proposer
 from vllm_specx.draft.tree import DraftTree
@@ -61,31 +59,3 @@ class WatchedTrees(EngineProposer):
     def build(self) -> Proposer:
         self.trees = Trees()
         return _Watched(os.environ[SCRIPT], self.trees, Path(os.environ[COUNTS]))
-
-
-def attentive_llama(folder: Path) -> str:
-    """A small Llama with grouped queries whose next token depends on all of its context and on positions, so that
-    a wrong mask, position or cache entry shows at once. Vocabulary: tiny.VOCAB."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            attention = layer.self_attn
-            for part, scale in (("q", 6.0), ("k", 6.0), ("v", 10.0), ("o", 10.0)):
-                getattr(attention, f"{part}_proj").weight.mul_(scale)
-        model.lm_head.weight.normal_(std=SPREAD / config.hidden_size**0.5)
-    model.save_pretrained(folder)
-    return str(folder)

@@ -6,31 +6,14 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_specx.draft.chains import GoesOn, Probabilities
-from vllm_specx.draft.depth_calibration import DepthCalibration
+from vllm_specx.draft.draft_rule import DraftRule
 from vllm_specx.draft.lengths import chain_lengths, goes_on
 from vllm_specx.draft.proposer import DraftContext
 from vllm_specx.draft.tree import IntArray
 
 
-class ChainRule:
-    """By what the draft thinks of its tokens, corrected by what became of earlier ones.
-
-    min_probability, token_cost: as configured (MedusaConfig, EagleConfig); where neither is, and step
-    times are known, by goodput.
-    """
-
-    def __init__(
-        self,
-        calibration: DepthCalibration,
-        *,
-        min_probability: float | None,
-        token_cost: float | None,
-        on_cpu: bool,
-    ) -> None:
-        self._calibration = calibration
-        self._min_probability = min_probability
-        self._token_cost = token_cost
-        self._default_cost = 0.05 if on_cpu else 0.01
+class ChainRule(DraftRule):
+    """By what the draft thinks of its tokens, corrected by what became of earlier ones."""
 
     def estimate(self, probabilities: Probabilities) -> npt.NDArray[np.float64]:
         """probabilities [B, depth] -> acceptance of each token given those before it."""
@@ -56,8 +39,7 @@ class ChainRule:
     def goes_on(self, budgets: IntArray, context: DraftContext) -> GoesOn:
         """For chains.draw()."""
         usual = self.usual()
-        by_goodput = self._min_probability is None and self._token_cost is None
-        draft_cost = context.draft_cost if by_goodput else None
+        draft_cost = context.draft_cost if self.by_goodput else None
 
         def more(probabilities: Probabilities, made: IntArray) -> npt.NDArray[np.bool_]:
             return goes_on(

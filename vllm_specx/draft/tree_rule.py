@@ -9,33 +9,15 @@ import numpy.typing as npt
 
 from vllm_specx.draft.best_nodes import FloatArray, Trees
 from vllm_specx.draft.branches import worth_their_branches
-from vllm_specx.draft.depth_calibration import DepthCalibration
+from vllm_specx.draft.draft_rule import DraftRule
 from vllm_specx.draft.lengths import goodput_lengths, step_times
 from vllm_specx.draft.outcomes import Guess, Outcomes
 from vllm_specx.draft.proposer import DraftContext
 from vllm_specx.draft.tree import DraftTree, IntArray
 
 
-class TreeRule:
-    """By the probability that a node is accepted, against the time of verifying one more.
-
-    calibration: of the draft's confidence. min_probability, token_cost: as configured (MedusaConfig,
-    EagleConfig); where neither is, and step times are known, by goodput over the batch.
-    """
-
-    def __init__(
-        self,
-        calibration: DepthCalibration,
-        *,
-        min_probability: float | None,
-        token_cost: float | None,
-        on_cpu: bool,
-    ) -> None:
-        self._calibration = calibration
-        self._min_probability = min_probability
-        self._token_cost = token_cost
-        self._default_cost = 0.05 if on_cpu else 0.01
-        self.by_goodput = min_probability is None and token_cost is None
+class TreeRule(DraftRule):
+    """By the probability that a node is accepted, against the time of verifying one more."""
 
     def children(self, probabilities: npt.NDArray[np.floating]) -> FloatArray:
         """probabilities [..., depth, k] of the best tokens of each depth -> acceptance of each if all
