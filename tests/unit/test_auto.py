@@ -213,6 +213,10 @@ def test_prospects_follow_what_happens() -> None:
     for n in range(20):
         prospects.learn([f"other {n}"], *always[:, :1])
     assert prospects.reach(["b"])[1][0, 0] < 0.2, "more requests than there was room for"
+    deep = Prospects(8)
+    for n in range(12):
+        deep.learn([f"{n}"], *np.array([[2], [2], [2], [0]]))
+    assert deep.reach(["new"])[1][0, 7] > 0.2, "a draft that is always right, seen two deep"
     prospects.forget(["a", "b"])
     assert (prospects.reach(["a"])[1] == prospects.reach(["c"])[1]).all()
 

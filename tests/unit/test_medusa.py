@@ -290,6 +290,19 @@ def test_calibration_learns_the_rate() -> None:
     estimated = calibration.estimate(np.array([[0.75, 0.75]]))
     assert estimated[0, 0] == pytest.approx(0.375, abs=0.05)
     assert estimated[0, 1] > 0.6
+    assert calibration.usual()[0] == pytest.approx(0.375, abs=0.05)
+
+
+def test_a_depth_that_was_never_reached_is_like_the_one_above() -> None:
+    calibration = DepthCalibration(4, kinds=2)
+    assert calibration.usual() == pytest.approx([0.5] * 8)
+    calibration.learn(np.repeat([0, 1], 200), np.full(400, 0.9), np.arange(400) < 380)
+    usual = calibration.usual().reshape(2, 4)
+    assert usual[0, 0] > 0.97
+    assert usual[0, 1:] == pytest.approx([usual[0, 1]] * 3) and 0.88 < usual[0, 1] < 0.92
+    assert usual[1] == pytest.approx([0.5] * 4), "another kind of draft"
+    measured = DepthCalibration(4, (0.3, 0.6)).usual()
+    assert measured == pytest.approx([0.3, 0.6, 0.6, 0.6])
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from vllm_specx.draft.shared_rates import SharedRates
+
 FloatArray = npt.NDArray[np.float64]
 
 BINS = 16
@@ -25,29 +27,30 @@ _MEMORY = 2000.0
 class DepthCalibration:
     """Maps (depth, probability) to acceptance probability.
 
-    acceptance: measured share of accepted drafts by depth, given the one before was accepted (a
-        chain of validation text); empty: the heads are believed at first.
+    depth: of drafts. acceptance: measured share of accepted drafts by depth, given the one before was
+        accepted (a chain of validation text); empty: the heads are believed at first. kinds: of drafts, each
+        with depths of its own, one kind's below the other's.
     """
 
-    def __init__(self, depth: int, acceptance: Sequence[float] = ()) -> None:
+    def __init__(self, depth: int, acceptance: Sequence[float] = (), *, kinds: int = 1) -> None:
+        self._shared = SharedRates(depth, acceptance, kinds=kinds)
         middles = _middles()
-        start = np.tile(middles, (depth, 1))
+        start = np.tile(middles, (kinds * depth, 1))
         for d, measured in enumerate(acceptance[:depth]):
             # A head's mean probability is near its training accuracy; 0.5 stands in for it.
             start[d] = middles * np.clip(measured / 0.5, 0.1, 1.0)
-        self._seen: FloatArray = np.full((depth, BINS), _PRIOR)
+        self._seen: FloatArray = np.full(start.shape, _PRIOR)
         self._right: FloatArray = start * _PRIOR
 
     def table(self) -> FloatArray:
-        """float64 [depth, BINS]: the acceptance probability of each cell."""
+        """float64 [kinds * depth, BINS]: the acceptance probability of each cell."""
         rates: FloatArray = self._right / self._seen
         return rates
 
     def usual(self) -> FloatArray:
-        """float64 [depth]: the share of tokens that were accepted at each depth, whatever their
+        """float64 [kinds * depth]: the share of tokens that were accepted at each depth, whatever their
         probability."""
-        rates: FloatArray = self._right.sum(1) / self._seen.sum(1)
-        return rates
+        return self._shared.rates().ravel()
 
     def estimate(self, probabilities: npt.NDArray[np.floating]) -> FloatArray:
         """probabilities [..., depth or fewer] of the heads' tokens -> acceptance, same shape."""
@@ -69,6 +72,12 @@ class DepthCalibration:
         if excess.any():
             self._right[excess] *= _MEMORY / self._seen[excess]
             self._seen[excess] = _MEMORY
+        places = len(self._seen)
+        self._shared.learn(
+            np.bincount(depths, minlength=places),
+            np.bincount(depths, weights=right, minlength=places),
+            1.0 - 1.0 / _MEMORY,
+        )
 
 
 def bin_of(probabilities: npt.NDArray[np.floating]) -> npt.NDArray[np.intp]:

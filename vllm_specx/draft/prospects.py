@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from vllm_specx.draft.shared_rates import SharedRates
+
 FloatArray = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 
@@ -25,16 +27,13 @@ class Prospects:
     would have been wrong.
 
     depth: tokens of a draft at most. acceptance: as measured in training, to begin with; missing
-        depths are taken to be as good as the last one known.
+        depths are taken to be as good as the one above.
     """
 
     def __init__(self, depth: int, acceptance: Sequence[float] = ()) -> None:
-        known = [min(max(a, 0.02), 0.98) for a in acceptance[:depth]] or [0.5]
-        start: FloatArray = np.array(known + [known[-1]] * (depth - len(known)), np.float64)
         self.depth = depth
-        # [made or accepted, trials and successes, depth].
-        self._all: FloatArray = np.full((2, 2, depth), 10.0)
-        self._all[1, 1] *= start
+        # Whether a token was made, and whether it was made and accepted.
+        self._all = SharedRates(depth, [1.0] * depth), SharedRates(depth, acceptance)
         # By slot; the first is of requests without evidence, and stays empty.
         self._own: FloatArray = np.zeros((8, 2, 2, depth))
         self._slots: dict[str, int] = {}
@@ -45,7 +44,7 @@ class Prospects:
         """Two of float64 [B, depth]: the probabilities that a draft that is asked for down to each depth
         gets there, and that all of it is accepted down to there."""
         own = self._own[[self._slots.get(request, 0) for request in requests]]
-        rates = self._all[:, 1] / self._all[:, 0]
+        rates = np.concatenate([of_all.rates() for of_all in self._all])
         found = (own[:, :, 1] + _PRIOR * rates) / (own[:, :, 0] + _PRIOR)
         reached: FloatArray = np.cumprod(found, axis=2, dtype=np.float64)
         return reached[:, 0], reached[:, 1]
@@ -66,8 +65,8 @@ class Prospects:
         own = self._own[slots] * np.where(new, _MEMORY, 1.0)[:, :, None]
         own += np.stack([new, right], 2)
         self._own[slots] = own
-        self._all *= (_MEMORY_OF_ALL ** new.sum(0))[:, None]
-        self._all += np.stack([new.sum(0), right.sum(0)], 1)
+        for i, of_all in enumerate(self._all):
+            of_all.learn(new[:, i].sum(0), right[:, i].sum(0), _MEMORY_OF_ALL)
 
     def forget(self, requests: Sequence[str]) -> None:
         """Requests that have ended."""

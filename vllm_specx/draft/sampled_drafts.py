@@ -36,7 +36,7 @@ class SampledRule(ChainRule):
         token_cost: float | None,
         on_cpu: bool,
     ) -> None:
-        self.calibration = DepthCalibration(2 * depth)
+        self.calibration = DepthCalibration(depth, kinds=2)
         self.depth = depth
         self.drawn: npt.NDArray[np.bool_] | None = None
         """bool [B], of the rows that are asked about."""
