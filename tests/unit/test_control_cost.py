@@ -104,9 +104,34 @@ def test_draft_steps_are_told_from_verified_tokens() -> None:
         seconds = 0.010 + 1e-4 * (1 + before) + 1e-3 * k
         cost.observe(1, 1 + before, seconds * float(random.lognormal(0, 0.02)), draft_steps=k)
         before = k
-    assert cost.draft_step == pytest.approx(0.001, rel=0.2)
+    assert cost.draft_step(1) == pytest.approx(0.001, rel=0.2)
     assert cost.time(1, 5, 4) == pytest.approx(0.0145, rel=0.05)
     assert cost.times(1, [1, 5], [0, 4]).tolist() == pytest.approx([0.0101, 0.0145], rel=0.05)
+
+
+def test_draft_steps_that_are_timed_are_known_at_once() -> None:
+    """As many draft steps as tokens of the next step, and three times as dear as was thought: without their
+    times it cannot be told which of the two costs."""
+    random = np.random.default_rng(0)
+    cost = CostModel(8, 8 * 9, CostPrior(draft_step=0.0004))
+
+    def watch(batch: int, step: float, each: int) -> None:
+        for _ in range(each):
+            noise = float(random.lognormal(0, 0.02))
+            spent = 4 * step * noise
+            seconds = (0.010 + 1e-4 * (4 * batch + batch)) * noise + spent
+            cost.observe(batch, 5 * batch, seconds, draft_steps=4, draft_seconds=spent)
+
+    watch(1, 0.0012, 15)
+    assert cost.draft_step(1) == pytest.approx(0.0012, rel=0.03)
+    assert cost.time(1, 5, 4) == pytest.approx(0.0153, rel=0.03)
+    assert cost.time(1, 5) == pytest.approx(0.0105, rel=0.03)
+    cost.observe(1, 5, 0.1, draft_steps=4, draft_seconds=0.08)
+    assert cost.draft_step(1) == pytest.approx(0.0012, rel=0.03), "one slow step"
+    watch(8, 0.003, 15)
+    assert cost.draft_step(8) == pytest.approx(0.003, rel=0.03)
+    assert cost.draft_step(1) == pytest.approx(0.0012, rel=0.03)
+    assert 0.0012 < cost.draft_step(4) < 0.003
 
 
 def test_ragged_steps_have_their_price() -> None:

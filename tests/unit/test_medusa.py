@@ -289,8 +289,22 @@ def test_calibration_learns_the_rate() -> None:
         calibration.learn(np.zeros(100, int), p, random.random(100) < p / 2)
     estimated = calibration.estimate(np.array([[0.75, 0.75]]))
     assert estimated[0, 0] == pytest.approx(0.375, abs=0.05)
-    assert estimated[0, 1] > 0.6
+    assert estimated[0, 1] == pytest.approx(0.375, abs=0.1), "deeper is thought to be alike"
+    assert calibration.estimate(np.array([[0.3, 0.75]]))[0, 0] < 0.3
     assert calibration.usual()[0] == pytest.approx(0.375, abs=0.05)
+
+
+def test_a_draft_that_is_right_whatever_it_thinks_is_soon_believed() -> None:
+    calibration = DepthCalibration(4)
+    random = np.random.default_rng(0)
+    for _ in range(40):
+        p = random.beta(2, 1, 3)
+        calibration.learn(np.arange(3), p, np.ones(3, bool))
+    estimated = calibration.estimate(np.full((1, 4), 0.3))
+    assert (estimated > 0.85).all()
+    heads = DepthCalibration(2, (0.6, 0.4))
+    heads.learn(np.zeros(1, int), np.array([0.5]), np.ones(1, bool))
+    assert heads.estimate(np.array([[0.5, 0.5]]))[0] == pytest.approx([0.55, 0.44], abs=0.07)
 
 
 def test_a_depth_that_was_never_reached_is_like_the_one_above() -> None:

@@ -167,7 +167,7 @@ def test_n_grams_are_branches_of_a_trained_drafts_tree() -> None:
         nonlocal both
         (tree,) = seen(*args)
         check_shape(tree)
-        mine, found, length = args[2][0], args[3], int(args[4][0])
+        mine, found, length = args[1][0], args[2], int(args[3][0])
         ngrams = set(paths(found.draft(0, length)))
         both += bool(ngrams - set(paths(mine))) and bool(set(paths(mine)) - ngrams)
         assert set(paths(tree)) <= ngrams | set(paths(mine))

@@ -93,7 +93,7 @@ class Choice:
         order = items[(-key.ravel()[items]).argsort(kind="stable")]
         gains = gain.ravel()[order]
         costs = np.ones(len(order)) if spend is None else spend.ravel()[order]
-        if self.cost.draft_step > 0.0:
+        if self.cost.draft_step(size) > 0.0:
             chosen = self._within_ladder(size, order, gains, costs, deepest, forced)
         else:
             got, used = np.full(len(order) + 1, size, float), np.full(len(order) + 1, size, float)

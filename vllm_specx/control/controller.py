@@ -343,6 +343,7 @@ class Controller:
         allowed: npt.ArrayLike | None = None,
         beyond: npt.ArrayLike | None = None,
         draft_steps: int = 0,
+        draft_seconds: float | None = None,
     ) -> None:
         """What a step verified, for the requests that decoded in it; all arrays int [B].
 
@@ -354,6 +355,7 @@ class Controller:
         beyond: where a draft was cut and what remained was all accepted, whether the next token of
             the target was the first that was cut off: 1, 0, or -1 for not known.
         draft_steps: how many draft steps the proposer made in this step (the next step's drafts).
+        draft_seconds: what these took of the step, where it was timed.
         """
         size = len(request_ids)
         if size == 0:
@@ -371,7 +373,7 @@ class Controller:
         predicted = self.cost.time(size, size + verified, draft_steps, uneven)
         self.foreseen = expected, predicted
         if pure_decode:
-            self._learn_time(size, verified, seconds, draft_steps, uneven, predicted)
+            self._learn_time(size, verified, seconds, draft_steps, draft_seconds, uneven, predicted)
         if verified or offered is not None or beyond is not None:
             self._off += tokens - expected
             self._off_drafts += verified
@@ -398,12 +400,13 @@ class Controller:
         verified: int,
         seconds: float,
         draft_steps: int,
+        draft_seconds: float | None,
         uneven: bool,
         predicted: float,
     ) -> None:
         if not 0.0 < seconds < math.inf:
             return
-        self.cost.observe(size, size + verified, seconds, draft_steps, uneven)
+        self.cost.observe(size, size + verified, seconds, draft_steps, uneven, draft_seconds)
         self._probing.earn(seconds, self.cost.time(size, size), predicted)
 
     def _remember(
@@ -472,7 +475,7 @@ class Controller:
             "token_error": abs(self._token_errors[0] / max(self._token_errors[1], 1e-9) - 1.0)
             if self.steps
             else 0.0,
-            "draft_step_seconds": self.cost.draft_step,
+            "draft_step_seconds": self.cost.draft_step(1),
             "ragged_factor": self.cost.ragged,
         }
 
@@ -511,7 +514,7 @@ class Controller:
                 "seconds": round(seconds, 6),
                 "expected_seconds": round(predicted, 6),
                 "draft_steps": draft_steps,
-                "draft_step_seconds": round(self.cost.draft_step, 6),
+                "draft_step_seconds": round(self.cost.draft_step(len(request_ids)), 6),
                 "next_k": [] if decision is None else decision.k.tolist(),
                 "probe": decision is not None and decision.probe,
                 "time_error": round(self.cost.error, 4),

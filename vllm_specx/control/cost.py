@@ -2,9 +2,10 @@
 
 T(B, N, D) for B requests, N = B + verified draft tokens, and D draft steps of the proposer. A
 parametric part (fixed + per request + per token + per draft step) is fitted by recursive least
-squares and carries over to sizes that were never seen. A table over B and the draft tokens N - B, on
-grids that are fine where both are small, holds what was measured beside it: padding, staircases,
-caches, and what the first draft token of a batch costs. One level follows the machine as a whole.
+squares and carries over to sizes that were never seen; draft steps that the worker times are taken out
+first (draft_time.py). A table over B and the draft tokens N - B, on grids that are fine where both are
+small, holds what was measured beside it: padding, staircases, caches, and what the first draft token of a
+batch costs. One level follows the machine as a whole.
 Steps that were slow for another reason (compilation, garbage collection, page faults) are met by
 medians, clipped innovations and Huber weights.
 """
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from vllm_specx.control.draft_time import DraftTime
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -81,6 +84,7 @@ class CostModel:
         self._near = _kernel(self._requests, _REACH[0]), _kernel(1.0 + self._drafts, _REACH[1])
         self._base = np.array([self.prior.fixed, self.prior.request, self.prior.token])
         self._errors = np.zeros(_ERRORS)
+        self._timed = DraftTime(self._requests)
         self._first: list[tuple[int, int, float, float, bool]] = []
         self._scale = 1.0
         self._forget()
@@ -99,10 +103,11 @@ class CostModel:
         """
         drafts = np.asarray(totals, np.float64) - requests
         seconds: FloatArray = np.interp(drafts, self._drafts, self._row(requests))
-        if self.draft_step > 0.0:
-            seconds = seconds + self._draft_step * np.asarray(draft_steps, np.float64)
         factor: FloatArray = np.where(ragged, self._now * math.exp(self._ragged), self._now)
-        return seconds * factor
+        seconds = seconds * factor
+        if (draft_step := self.draft_step(requests)) > 0.0:
+            seconds = seconds + draft_step * np.asarray(draft_steps, np.float64)
+        return seconds
 
     def time(
         self, requests: int, total: float, draft_steps: float = 0, ragged: bool = False
@@ -117,8 +122,8 @@ class CostModel:
         low, high = knots[upper - 1], knots[upper]
         share = min(max((drafts - low) / (high - low), 0.0), 1.0)
         seconds = row[upper - 1] + share * (row[upper] - row[upper - 1])
-        seconds += self._draft_step * draft_steps
-        return seconds * (self._now * math.exp(self._ragged) if ragged else self._now)
+        seconds *= self._now * math.exp(self._ragged) if ragged else self._now
+        return seconds + self.draft_step(requests) * draft_steps if draft_steps else seconds
 
     def cautious(self, requests: int, drafts: int) -> FloatArray:
         """float64 [drafts + 1]: seconds of steps that verify 0, 1, ... draft tokens in all.
@@ -148,10 +153,10 @@ class CostModel:
         trusted: FloatArray = self._count[rows] * _STALE**age
         return trusted
 
-    @property
-    def draft_step(self) -> float:
-        """Seconds of one draft step."""
-        return self._draft_step * self._now
+    def draft_step(self, requests: int) -> float:
+        """Seconds of one draft step for so many requests."""
+        timed = self._timed.at(requests)
+        return self._draft_step * self._now if timed is None else timed
 
     @property
     def ragged(self) -> float:
@@ -171,13 +176,20 @@ class CostModel:
         seconds: float,
         draft_steps: float = 0,
         ragged: bool = False,
+        draft_seconds: float | None = None,
     ) -> None:
-        """Take in one pure-decode step. Values that are no time are ignored."""
+        """Take in one pure-decode step. Values that are no time are ignored. draft_seconds: what its draft
+        steps took of it, if that was timed."""
         if not (0.0 < seconds < math.inf and 0 < requests <= total):
             return
         predicted = self.time(requests, total, draft_steps, ragged)
         self._errors[self.observations % _ERRORS] = abs(predicted / seconds - 1.0)
         self.observations += 1
+        if draft_seconds is not None and draft_steps and 0.0 < draft_seconds < seconds:
+            row = bisect_left(self._request_edges, requests)
+            self._timed.learn(row, draft_seconds / draft_steps)
+            seconds, draft_steps = seconds - draft_seconds, 0
+            predicted = self.time(requests, total, 0, ragged)
         step = (requests, total, seconds, draft_steps, ragged)
         if self.observations > _FIRST:
             count = self._learn(*step, math.log(seconds / predicted))
@@ -250,12 +262,12 @@ class CostModel:
             self._ragged += 0.1 / (1 + 0.02 * self._modes[True]) * clipped
             self._ragged = max(self._ragged, 0.0)
         self._learn_parts(requests, total, seconds, draft_steps, ragged, innovation)
+        drafting = self.draft_step(requests) * draft_steps
         at_knot = self._plain(
             self._request_list[row], self._request_list[row] + self._draft_list[column]
         )
         ratio = at_knot / self._plain(requests, total)
-        even = seconds / (self.ragged if ragged else 1.0)
-        own = even - min(self.draft_step * draft_steps, 0.7 * even)
+        own = (seconds - min(drafting, 0.7 * seconds)) / (self.ragged if ragged else 1.0)
         if count < 3:
             limit = max(limit, 0.2 if self.observations > _FIRST else 1.0)
             own *= math.exp(max(-limit, min(limit, innovation)) - innovation)

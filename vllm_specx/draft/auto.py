@@ -17,7 +17,7 @@ from vllm_specx.draft.gate import Gate, LongArray
 from vllm_specx.draft.lengths import goodput_lengths
 from vllm_specx.draft.merged import merged
 from vllm_specx.draft.ngram import NgramLookahead, Prediction
-from vllm_specx.draft.ngram_kernels import CAUTION, FloatArray
+from vllm_specx.draft.ngram_kernels import CAUTION
 from vllm_specx.draft.proposer import DraftContext, TrainedDrafter
 from vllm_specx.draft.tree import DraftTree
 
@@ -58,7 +58,8 @@ class AutoDrafter:
         self.sources["trained"] += int((asked > 0).sum())
         self.sources["ngram"] += int(((asked == 0) & (by_ngram > 0)).sum())
         if self._trees and len(drafts):
-            return self._both(context, costs, drafts, found, by_ngram)
+            spent = context.after(max(self.trained.draft_steps, 0))
+            return self._both(spent, drafts, found, by_ngram)
         return [
             drafts[i] if len(drafts[i].tokens) else found.draft(i, length)
             for i, length in enumerate(by_ngram.tolist())
@@ -67,7 +68,6 @@ class AutoDrafter:
     def _both(
         self,
         context: DraftContext,
-        costs: FloatArray,
         drafts: Sequence[DraftTree],
         found: Prediction,
         by_ngram: LongArray,
@@ -88,7 +88,7 @@ class AutoDrafter:
                 row[: len(tree.tokens)] = tree.reach
         sizes = [len(tree.tokens) for tree in trees]
         budgets = np.minimum(np.minimum(context.budgets, sizes), self.ngram.max_draft)
-        kept = goodput_lengths(reach, budgets.astype(np.int32), costs)
+        kept = goodput_lengths(reach, budgets.astype(np.int32), self.ngram.costs(context))
         # What one source alone has, it has cut itself.
         chosen = [
             tree.prefix(int(size)) if len(drafts[i].tokens) and by_ngram[i] else tree

@@ -22,7 +22,8 @@ def proposed(
 ) -> dict[int, DraftTree]:
     """The drafts by place in the batch. requests: the places that the rows of chains are of."""
     budgets = context.budgets[list(requests)]
-    lengths = rule.lengths(chains.probabilities, np.minimum(budgets, chains.made), context)
+    most = np.minimum(budgets, chains.made)
+    lengths = rule.lengths(chains.probabilities, most, context.after(chains.steps))
     depths = np.arange(chains.tokens.shape[1], dtype=np.int32)
     drafts: dict[int, DraftTree] = {}
     for j, i in enumerate(requests):

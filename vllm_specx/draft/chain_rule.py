@@ -26,11 +26,13 @@ class ChainRule(DraftRule):
     def lengths(
         self, probabilities: Probabilities, budgets: IntArray, context: DraftContext
     ) -> IntArray:
-        """probabilities [B, depth], budgets int [B] -> how much of each chain is proposed, int32 [B]."""
+        """probabilities [B, depth], budgets int [B] -> how much of each chain is proposed, int32 [B].
+        context: after() the forwards of the draft."""
         return chain_lengths(
             self.estimate(probabilities),
             budgets,
             context.costs,
+            others=len(context.request_ids) - len(probabilities),
             min_probability=self._min_probability,
             token_cost=self._token_cost,
             default_cost=self._default_cost,
@@ -42,14 +44,16 @@ class ChainRule(DraftRule):
         draft_cost = context.draft_cost if self.by_goodput else None
 
         def more(probabilities: Probabilities, made: IntArray) -> npt.NDArray[np.bool_]:
+            now = context.after(probabilities.shape[1])
             return goes_on(
                 self.estimate(probabilities),
                 made,
-                self.lengths(probabilities, np.minimum(budgets, made), context),
+                self.lengths(probabilities, np.minimum(budgets, made), now),
                 budgets,
                 float(usual[probabilities.shape[1]]),
-                context.costs,
+                now.costs,
                 draft_cost,
+                others=len(context.request_ids) - len(probabilities),
             )
 
         return more

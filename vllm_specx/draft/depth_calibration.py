@@ -3,7 +3,8 @@
 The heads' probabilities are too high, and more so the deeper the head. For each depth and each
 range of the head's own probability this counts how often the target agreed, given that it had
 agreed with everything before. The counts start from the head's probability itself, scaled to the
-acceptance that training measured, and old outcomes fade, so they follow the workload.
+acceptance that training measured and corrected by what is learned over all depths and ranges
+(log_odds.py); old outcomes fade, so they follow the workload.
 """
 
 from __future__ import annotations
@@ -13,15 +14,18 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from vllm_specx.draft.log_odds import LogOdds
 from vllm_specx.draft.shared_rates import SharedRates
 
 FloatArray = npt.NDArray[np.float64]
 
 BINS = 16
-_PRIOR = 10.0
-"""Outcomes that the start is worth, in each cell."""
-_MEMORY = 2000.0
-"""Outcomes that a cell remembers."""
+_MEMORY = 1.0 - 1.0 / 2000
+"""What a cell's evidence is worth after one more outcome."""
+_DOUBT, _DOUBT_UNMEASURED = 0.3, 1.5
+"""Of what drafts think of themselves (LogOdds), where training has measured them and where not."""
+_OFTEN = 32
+"""Steps with outcomes after which the correction is learned in every eighth only."""
 
 
 class DepthCalibration:
@@ -33,24 +37,24 @@ class DepthCalibration:
     """
 
     def __init__(self, depth: int, acceptance: Sequence[float] = (), *, kinds: int = 1) -> None:
-        self._shared = SharedRates(depth, acceptance, kinds=kinds)
-        middles = _middles()
-        start = np.tile(middles, (kinds * depth, 1))
-        for d, measured in enumerate(acceptance[:depth]):
-            # A head's mean probability is near its training accuracy; 0.5 stands in for it.
-            start[d] = middles * np.clip(measured / 0.5, 0.1, 1.0)
-        self._seen: FloatArray = np.full(start.shape, _PRIOR)
-        self._right: FloatArray = start * _PRIOR
+        measured = np.clip(np.array(acceptance[:depth] or [0.5], np.float64), 0.0, 1.0)[:, None]
+        # A head's mean probability is near its training accuracy; 0.5 stands in for it.
+        start = _middles() * np.clip(measured / 0.5, 0.1, 1.0)
+        self._start = start
+        self._beliefs = LogOdds(start.ravel(), _DOUBT if acceptance else _DOUBT_UNMEASURED)
+        self._learned = 0
+        self._cells = SharedRates(depth, start, memory=_MEMORY, kinds=kinds)
+        self._usual = SharedRates(depth, measured, memory=_MEMORY, kinds=kinds)
+        self._places = kinds * depth
 
     def table(self) -> FloatArray:
         """float64 [kinds * depth, BINS]: the acceptance probability of each cell."""
-        rates: FloatArray = self._right / self._seen
-        return rates
+        return self._cells.rates().reshape(self._places, BINS)
 
     def usual(self) -> FloatArray:
         """float64 [kinds * depth]: the share of tokens that were accepted at each depth, whatever their
         probability."""
-        return self._shared.rates().ravel()
+        return self._usual.rates().ravel()
 
     def estimate(self, probabilities: npt.NDArray[np.floating]) -> FloatArray:
         """probabilities [..., depth or fewer] of the heads' tokens -> acceptance, same shape."""
@@ -65,19 +69,29 @@ class DepthCalibration:
         right: npt.NDArray[np.bool_],
     ) -> None:
         """Outcomes [n]: whether the target agreed at this depth, having agreed before it."""
-        cells = (depths, bin_of(probabilities))
-        np.add.at(self._seen, cells, 1.0)
-        np.add.at(self._right, cells, right.astype(np.float64))
-        excess = self._seen > _MEMORY
-        if excess.any():
-            self._right[excess] *= _MEMORY / self._seen[excess]
-            self._seen[excess] = _MEMORY
-        places = len(self._seen)
-        self._shared.learn(
-            np.bincount(depths, minlength=places),
-            np.bincount(depths, weights=right, minlength=places),
-            1.0 - 1.0 / _MEMORY,
+        cells = depths * BINS + bin_of(probabilities)
+        for rates, places, size in (
+            (self._cells, cells, self._places * BINS),
+            (self._usual, depths, self._places),
+        ):
+            rates.learn(
+                np.bincount(places, minlength=size),
+                np.bincount(places, weights=right, minlength=size),
+            )
+        self._learned += 1
+        if self._learned <= _OFTEN or self._learned % 8 == 0:
+            self._correct()
+
+    def _correct(self) -> None:
+        # Depths that were not measured in training have the beliefs of the last one that was.
+        last = len(self._start) - 1
+        self._beliefs.learn(
+            *(
+                np.concatenate([counts[:last], counts[last:].sum(0)[None]]).ravel()
+                for counts in (self._cells.trials.sum(0), self._cells.successes.sum(0))
+            )
         )
+        self._cells.begin_with(self._beliefs.corrected().reshape(self._start.shape))
 
 
 def bin_of(probabilities: npt.NDArray[np.floating]) -> npt.NDArray[np.intp]:

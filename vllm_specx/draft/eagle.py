@@ -349,9 +349,8 @@ class EagleDrafter(CachedDrafter):
             self._layers.advance(ahead, *entered, visible)
         self.draft_steps = growth.depth
         nodes = min(tree.nodes, int(budgets.max()))
-        return proposed_trees(
-            growth.trees(nodes), drafting, context, self._tree_rule, self._outcomes
-        )
+        spent = context.after(growth.depth)
+        return proposed_trees(growth.trees(nodes), drafting, spent, self._tree_rule, self._outcomes)
 
     def _targets(self, draft_ids: torch.Tensor) -> torch.Tensor:
         return draft_ids if self._token_map is None else self._token_map[draft_ids]

@@ -93,7 +93,7 @@ class Growth:
         frontier[going] = self._reached.numpy()
         ratio: FloatArray = np.zeros(self._batch)
         ratio[going] = reach.sum(1).numpy() / np.maximum(above, 1e-9)
-        alive = rule.goes_on(candidates, frontier, ratio, budgets, context)[going]
+        alive = rule.goes_on(candidates, frontier, ratio, budgets, context.after(self.depth))[going]
         self._above: FloatArray | float = self._reached.sum(1).numpy().astype(np.float64)
         if alive.all():
             return None

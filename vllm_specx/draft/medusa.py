@@ -172,7 +172,8 @@ class MedusaDrafter:
             self.draft_steps = 1
         else:
             trees = self._sequential_trees(hidden, last, tree, context)
-        made = proposed_trees(trees, active.tolist(), context, self._tree_rule, self._outcomes)
+        spent = context.after(self.draft_steps)
+        made = proposed_trees(trees, active.tolist(), spent, self._tree_rule, self._outcomes)
         return [made.get(i, EMPTY_DRAFT) for i in range(len(drafts))]
 
     def logits(self, hidden: torch.Tensor, heads: int | None = None) -> torch.Tensor:

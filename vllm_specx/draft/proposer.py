@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -83,6 +84,13 @@ class DraftContext:
     tokens_read: int = 0
     sampling: SamplingRows | None = None
     reading: Sequence[int] = ()
+
+    def after(self, forwards: int) -> DraftContext:
+        """With costs of the whole step, in which so many forwards of the draft have been made: what they
+        took is spent, but a token brings the less per unit of time the longer the step is."""
+        if self.costs is None or not self.draft_cost:
+            return self
+        return dataclasses.replace(self, costs=self.costs + forwards * self.draft_cost)
 
 
 class Proposer(Protocol):

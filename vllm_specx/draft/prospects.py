@@ -33,7 +33,11 @@ class Prospects:
     def __init__(self, depth: int, acceptance: Sequence[float] = ()) -> None:
         self.depth = depth
         # Whether a token was made, and whether it was made and accepted.
-        self._all = SharedRates(depth, [1.0] * depth), SharedRates(depth, acceptance)
+        start = np.array([*acceptance[:depth]] or [0.5], np.float64)[:, None]
+        self._all = tuple(
+            SharedRates(depth, rates, memory=_MEMORY_OF_ALL)
+            for rates in (np.ones((depth, 1)), np.clip(start, 0.0, 1.0))
+        )
         # By slot; the first is of requests without evidence, and stays empty.
         self._own: FloatArray = np.zeros((8, 2, 2, depth))
         self._slots: dict[str, int] = {}
@@ -44,7 +48,7 @@ class Prospects:
         """Two of float64 [B, depth]: the probabilities that a draft that is asked for down to each depth
         gets there, and that all of it is accepted down to there."""
         own = self._own[[self._slots.get(request, 0) for request in requests]]
-        rates = np.concatenate([of_all.rates() for of_all in self._all])
+        rates = np.concatenate([of_all.rates()[..., 0] for of_all in self._all])
         found = (own[:, :, 1] + _PRIOR * rates) / (own[:, :, 0] + _PRIOR)
         reached: FloatArray = np.cumprod(found, axis=2, dtype=np.float64)
         return reached[:, 0], reached[:, 1]
@@ -66,7 +70,7 @@ class Prospects:
         own += np.stack([new, right], 2)
         self._own[slots] = own
         for i, of_all in enumerate(self._all):
-            of_all.learn(new[:, i].sum(0), right[:, i].sum(0), _MEMORY_OF_ALL)
+            of_all.learn(new[:, i].sum(0), right[:, i].sum(0))
 
     def forget(self, requests: Sequence[str]) -> None:
         """Requests that have ended."""

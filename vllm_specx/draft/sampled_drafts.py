@@ -72,7 +72,7 @@ class SampledRule(ChainRule):
         lengths = np.zeros(size, np.int32)
         grows = np.ones(size, np.bool_)
         for d in range(1, depth + 1):
-            now = self.lengths(probabilities[:, :d], np.minimum(budgets, d), context)
+            now = self.lengths(probabilities[:, :d], np.minimum(budgets, d), context.after(d))
             grows &= now >= d
             if not grows.any():
                 break
@@ -93,7 +93,7 @@ def proposed(
     requests: the places that the rows of chains and draws are of; rule.drawn is of them.
     """
     most = np.minimum(context.budgets[list(requests)], chains.made)
-    lengths = rule.lengths(chains.probabilities, most, context)
+    lengths = rule.lengths(chains.probabilities, most, context.after(chains.steps))
     grown = rule.as_it_grew(chains.probabilities, most, context)
     # Also decided without a look at the tokens.
     grown = np.minimum(grown + draws.explored, most)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
@@ -11,35 +9,46 @@ FloatArray = npt.NDArray[np.float64]
 
 _PRIOR = 10.0
 """Outcomes that the start is worth."""
-_UNKNOWN = 0.5
 
 
 class SharedRates:
-    """Of successes at each depth of a draft, given the depth before.
+    """Of successes at each depth of a draft, given the depth before, for each of some cells.
 
-    depth: of drafts. start: rates to begin with; depths without one begin with what the depth above has
-        come to, so that a draft which is all but always right is soon expected to be right far down.
-    kinds: of drafts, with rates of their own.
+    depth: of drafts. start: float64 [known >= 1, cells], rates to begin with; further depths begin with what
+        the depth above has come to, so that a draft which is all but always right is soon expected to be right
+        far down. memory: what the evidence of a cell is worth after one more outcome. kinds: of drafts, with
+        rates of their own.
     """
 
-    def __init__(self, depth: int, start: Sequence[float] = (), *, kinds: int = 1) -> None:
-        self._start = [min(max(rate, 0.0), 1.0) for rate in start[:depth]] or [_UNKNOWN]
-        # [trials or successes, kind, depth]
-        self._counts: FloatArray = np.zeros((2, kinds, depth))
+    def __init__(self, depth: int, start: FloatArray, *, memory: float, kinds: int = 1) -> None:
+        self._start = start[:depth]
+        self._memory = memory
+        shape = (kinds, depth, start.shape[1])
+        self.trials: FloatArray = np.zeros(shape)
+        """[kinds, depth, cells], as far as they are remembered."""
+        self.successes: FloatArray = np.zeros(shape)
+        self._rates: FloatArray | None = None
 
     def rates(self) -> FloatArray:
-        """float64 [kinds, depth]."""
-        trials, successes = self._counts
-        rates: FloatArray = np.empty_like(trials)
-        above: float | FloatArray = _UNKNOWN
-        for d in range(trials.shape[1]):
-            start = self._start[d] if d < len(self._start) else above
-            rates[:, d] = above = (successes[:, d] + _PRIOR * start) / (trials[:, d] + _PRIOR)
-        return rates
+        """float64 [kinds, depth, cells]."""
+        if self._rates is None:
+            rates: FloatArray = np.empty_like(self.trials)
+            for d in range(rates.shape[1]):
+                start = self._start[d] if d < len(self._start) else rates[:, d - 1]
+                successes = self.successes[:, d] + _PRIOR * start
+                rates[:, d] = successes / (self.trials[:, d] + _PRIOR)
+            self._rates = rates
+        return self._rates
 
-    def learn(self, trials: npt.ArrayLike, successes: npt.ArrayLike, memory: float) -> None:
-        """Outcomes, [kinds * depth] both. memory: what the evidence of a depth is worth after one more."""
-        new = np.reshape(np.asarray(trials, np.float64), self._counts.shape[1:])
-        self._counts *= memory**new
-        self._counts[0] += new
-        self._counts[1] += np.reshape(np.asarray(successes, np.float64), new.shape)
+    def begin_with(self, start: FloatArray) -> None:
+        """Another start, of the shape of the first."""
+        self._start, self._rates = start, None
+
+    def learn(self, trials: npt.ArrayLike, successes: npt.ArrayLike) -> None:
+        """Counts of outcomes, of as many values as rates() both."""
+        new = np.reshape(np.asarray(trials, np.float64), self.trials.shape)
+        kept = self._memory**new
+        self.trials = self.trials * kept + new
+        self.successes *= kept
+        self.successes += np.reshape(np.asarray(successes, np.float64), new.shape)
+        self._rates = None

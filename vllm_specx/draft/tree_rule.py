@@ -28,12 +28,14 @@ class TreeRule(DraftRule):
         return children
 
     def sizes(self, reach: FloatArray, budgets: IntArray, context: DraftContext) -> IntArray:
-        """reach [B, N], falling; budgets int [B] -> nodes to verify, int32 [B]."""
+        """reach [B, N], falling; budgets int [B] -> nodes to verify, int32 [B]. context: after() the
+        forwards of the draft."""
         if self._min_probability is not None:
             enough = (reach >= self._min_probability) & (reach > 0.0)
             chosen = enough.sum(1)
         elif context.costs is not None and self.by_goodput:
-            return goodput_lengths(reach, budgets, context.costs)
+            others = len(context.request_ids) - len(reach)
+            return goodput_lengths(reach, budgets, context.costs, others)
         else:
             cost = self._default_cost if self._token_cost is None else self._token_cost
             gain = np.concatenate([np.ones((len(reach), 1)), 1.0 + np.cumsum(reach, 1)], 1)
@@ -53,7 +55,7 @@ class TreeRule(DraftRule):
 
         candidates: [B, M], reach of all nodes so far, in any order. frontier: [B, W], of those that would
         get children; 0: none. ratio: [B], what the last depth had together over what was above it, which
-        the next one is taken to have, too.
+        the next one is taken to have, too. context: after() the forwards so far.
         """
         best = frontier.max(1)
         alive: npt.NDArray[np.bool_] = best > 0.0
@@ -63,9 +65,10 @@ class TreeRule(DraftRule):
         if context.costs is None or not self.by_goodput:
             return alive
         ranked = -np.sort(-candidates, axis=1)
-        sizes = goodput_lengths(ranked, budgets, context.costs)
-        verified = int(sizes.sum())
         size = len(candidates)
+        others = len(context.request_ids) - size
+        sizes = goodput_lengths(ranked, budgets, context.costs, others)
+        verified = int(sizes.sum())
         now, then = step_times(context.costs, [verified, verified + size])
         gained = float(ranked[np.arange(ranked.shape[1]) < sizes[:, None]].sum())
         price = (len(context.request_ids) + gained) / now
@@ -85,7 +88,7 @@ def proposed_trees(
     outcomes: Outcomes,
 ) -> dict[int, DraftTree]:
     """The drafts by place in the batch, and what is learned from what becomes of them. requests: the places
-    that the rows of trees are of."""
+    that the rows of trees are of. context: after() the forwards of the draft."""
     budgets = context.budgets[list(requests)]
     sizes = rule.sizes(trees.reach, np.minimum(budgets, trees.made), context)
     chosen: list[DraftTree] = []

@@ -105,8 +105,10 @@ class _Steered:
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         drafts = draft_token_ids.draft_token_ids
         steps = getattr(draft_token_ids, DRAFT_STEPS, 0)
-        self._meter.worker(report_of(draft_token_ids))
-        self._steer(lambda steering: steering.took(steps), None)
+        report = report_of(draft_token_ids)
+        seconds = None if report is None else float(report["seconds"])
+        self._meter.worker(report)
+        self._steer(lambda steering: steering.took(steps, seconds), None)
         if self._steering is not None and self._steering.cuts:
             draft_token_ids.draft_token_ids = self._steer(
                 lambda steering: steering.drafted(draft_token_ids.req_ids, drafts), drafts

@@ -59,6 +59,7 @@ class _Step:
     draft_steps: int
     reason: str
     """Of the K that is verified in it."""
+    draft_seconds: float | None = None
 
 
 @dataclass(slots=True)
@@ -207,7 +208,7 @@ class Steering:
                 output.num_spec_tokens_to_schedule = max(limits.values())
             if self.self_paced:
                 costs = self._told(len(limits)) if self._settings.enabled else None
-                draft_cost = None if costs is None else self.controller.cost.draft_step
+                draft_cost = None if costs is None else self.controller.cost.draft_step(len(limits))
                 setattr(output, PLAN, DraftPlan(limits, costs, draft_cost))
             return 0
         decision = self.controller.decide(request_ids)
@@ -335,14 +336,14 @@ class Steering:
             learn()
         self._forget()
 
-    def took(self, draft_steps: int) -> None:
-        """The step that has finished made so many forwards of our draft: it is learned from now. Negative:
-        its time says nothing (draft.proposer.Proposer.draft_steps)."""
+    def took(self, draft_steps: int, seconds: float | None = None) -> None:
+        """The step that has finished made so many forwards of our draft, in so many seconds: it is learned
+        from now. Negative: its time says nothing (draft.proposer.Proposer.draft_steps)."""
         if self._untold is None:
             return
         step, learn = self._untold
         self._untold = None
-        step.draft_steps = max(draft_steps, 0)
+        step.draft_steps, step.draft_seconds = max(draft_steps, 0), seconds
         step.pure_decode &= draft_steps >= 0
         learn()
         self._forget()
@@ -371,6 +372,7 @@ class Steering:
             seconds=seconds,
             pure_decode=pure,
             draft_steps=step.draft_steps,
+            draft_seconds=step.draft_seconds,
         )
         self._meter.learned(self.controller, len(ids), sum(kept), seconds, pure)
 

@@ -423,7 +423,9 @@ class TreeServer(Server):
             gains.append(padded[work])
 
         def timed(factor: float) -> Times:
-            return lambda n, steps: factor * (cost.cautious(size, n) + cost.draft_step * steps)
+            return lambda n, steps: (
+                factor * (cost.cautious(size, n) + cost.draft_step(size) * steps)
+            )
 
         plain, tree = timed(1.0), timed(1.0 + self._keys.overhead)
         times = [plain if i < self._chains else tree for i in range(len(gains))]
