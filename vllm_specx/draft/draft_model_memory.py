@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_specx.draft.cached_drafter import DEPTH
-from vllm_specx.draft.dense import has_matrix_units
+from vllm_specx.draft.dense import multiplies_bfloat16
 from vllm_specx.draft.draft_model_checkpoint import DraftModelWeights
 from vllm_specx.draft.paged_cache import PAGE
 from vllm_specx.draft.vocabularies import Draftable
@@ -58,7 +58,7 @@ def memory_plan(
     copied = sum(each.numel() for each in products) + draftable.size * shape.hidden_size
     copies = 0
     if device.type == "cpu" and weights.embeddings.dtype == torch.bfloat16:
-        copies = copied * (2 if has_matrix_units() else 2 + 4)
+        copies = copied * (2 if multiplies_bfloat16() else 2 + 4)
     entry = 2 * len(weights.layers) * shape.kv_heads * shape.head_dim
     pages = -(-cache_tokens // PAGE)
     return DraftModelMemory(
