@@ -28,8 +28,8 @@ _PROBE_STEPS = 4
 """For so many steps in a row."""
 _PROBED = 8
 """One request in so many is tried."""
-_WIDTH_MEMORY = 0.98
-"""What is known of how wide trees are is worth, after one more."""
+_SHAPE_MEMORY = 0.98
+"""What is known of the shape of drafts is worth, after one more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,8 @@ class Gate:
         self._trees = trees
         # Nodes of a tree, for each token of its longest path.
         self._width = 1.0
+        # Forwards of a step whose tokens were not worth verifying.
+        self._dropped = 0.5
         self.depth = min(depth, trained.depth)
         self.prospects = Prospects(self.depth, trained.acceptance)
         self._trained = trained
@@ -91,11 +93,16 @@ class Gate:
         depth = draft.depth()
         if depth and not tried:
             wide = len(draft.tokens) / depth
-            self._width += (1.0 - _WIDTH_MEMORY) * (wide - self._width)
+            self._width += (1.0 - _SHAPE_MEMORY) * (wide - self._width)
         return sum(right for _, right in outcomes_of(draft, sampled)), depth
 
     def expect(self, context: DraftContext, asked: LongArray, drafts: Sequence[DraftTree]) -> None:
         """The drafts that were made, as asked for."""
+        steps = self._trained.draft_steps
+        if steps > 0 and not self._probing and context.costs is not None:
+            depths = (each.depth() if self._trees else len(each.tokens) for each in drafts)
+            longest = max(depths, default=0)
+            self._dropped += (1.0 - _SHAPE_MEMORY) * (max(steps - longest, 0) - self._dropped)
         for i in np.flatnonzero(asked).tolist():
             if context.request_ids[i] in self._trained.missed:
                 continue
@@ -146,8 +153,9 @@ class Gate:
             if not mine.any():
                 continue
             if early:
-                # One forward more for as long as any draft goes on.
-                forwards = 1.0 + float((1.0 - np.prod(1.0 - made[mine, :-1], axis=0)).sum())
+                # One forward for as long as any draft goes on, and those whose tokens are dropped.
+                longest = float((1.0 - np.prod(1.0 - made[mine], axis=0)).sum())
+                forwards = max(longest, 1.0) + self._dropped
             else:
                 forwards = float(self._trained.forwards(int(min(depth, budgets[mine].max()))))
             expected = size + gain[~mine].sum() + gains[mine, depth - 1].sum()
