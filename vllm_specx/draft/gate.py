@@ -20,9 +20,11 @@ LongArray = npt.NDArray[np.int64]
 
 _DRAFT_SHARE = 0.05
 """What a forward of the draft is taken to cost, in steps of the target, until it is measured."""
-_PROBE_AFTER = 50
-"""Steps without a draft after which some requests are tried again: the text may have changed."""
-_PROBE_SELDOM = 200
+_PROBE_AFTER = 12
+"""Steps without a draft after which some requests are tried again, as the text may have changed: for each of up
+to _MANY requests, as the more there are the more is tried at a time."""
+_MANY = 4
+_PROBE_SELDOM = 192
 """After so many, where trying them has changed nothing again and again."""
 _PROBE_STEPS = 4
 """For so many steps in a row."""
@@ -167,10 +169,11 @@ class Gate:
             self._idle, self._patience = 0, _PROBE_AFTER
         else:
             self._idle += 1
-        return self._probe(budgets, tokens) if self._idle > self._patience else best
+        wait = min(self._patience * min(size, _MANY), _PROBE_SELDOM)
+        return self._probe(budgets, tokens, wait) if self._idle > wait else best
 
-    def _probe(self, budgets: LongArray, tokens: LongArray) -> LongArray:
-        """A few of the requests that have nothing, another few each time."""
+    def _probe(self, budgets: LongArray, tokens: LongArray, wait: int) -> LongArray:
+        """A few of the requests that have nothing, another few each time. wait: steps before a trial."""
         asked = np.zeros(len(budgets), np.int64)
         able = np.flatnonzero((budgets > 0) & (tokens == 0))
         if not len(able):
@@ -178,7 +181,7 @@ class Gate:
         self._probing = True
         chosen = (self._probes + np.arange(-(-len(able) // _PROBED)) * _PROBED) % len(able)
         asked[able[chosen]] = budgets[able[chosen]]
-        if self._idle >= self._patience + _PROBE_STEPS:
+        if self._idle >= wait + _PROBE_STEPS:
             self._idle = 0
             self._patience = min(2 * self._patience, _PROBE_SELDOM)
             self._probes += 1

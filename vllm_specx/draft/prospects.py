@@ -15,7 +15,7 @@ Counts = npt.NDArray[np.int64]
 _MEMORY = 0.95
 """What a request's evidence is worth after one more draft."""
 _MEMORY_OF_ALL = 0.998
-_PRIOR = 4.0
+_PRIOR = 6.0
 """Drafts that what is known of all requests is worth beside a request's own."""
 
 
