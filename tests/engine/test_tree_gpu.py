@@ -17,9 +17,10 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.flash_attn_diffkv import FlashAttentionDiffKVImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
+from benchmarks import gpu
 from tests.support.tiny import VOCAB, attentive_llama
 from tests.support.tree_gpu import run
-from vllm_specx.engine import seams, tree_attention, tree_gpu, tree_graphs
+from vllm_specx.engine import contract, seams, tree_attention, tree_gpu, tree_graphs
 
 PIECEWISE = CompilationConfig(cudagraph_mode=CUDAGraphMode.PIECEWISE)
 PLAIN: dict[str, Any] = {
@@ -122,6 +123,7 @@ TREE = {"specx": {"proposer": "ngram", "tree": {"nodes": 16}}}
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    contract.check()  # Imports modules of vLLM that would look for CUDA's libraries.
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
 
 
@@ -172,6 +174,15 @@ def test_vllm_makes_its_configuration_from_that() -> None:
     with pytest.raises(Asked) as asked:
         seams._create_engine_config(original, arguments)
     assert asked.value.args == (CUDAGraphMode.PIECEWISE,)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_benchmark_of_the_kernel_is_left_out_without_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu.main(["--out", str(tmp_path), "--only", "tree_kernel"]) == 0
+    assert capsys.readouterr().out.count("there is none: left out") == 1
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.engine

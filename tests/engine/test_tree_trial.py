@@ -86,6 +86,16 @@ def test_wrong_answers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
     assert "wrong answers" in caplog.text
 
 
+def test_the_benchmark_of_a_gpu_sees_what_is_wrong() -> None:
+    from benchmarks.tree_kernel import BOUNDS, Shape, Step
+
+    shape = Shape(2, 130, 9, heads=4, kv_heads=2, head_dim=64, dtype=torch.float32)
+    step = Step(shape, torch.device("cpu"))
+    assert step.error() < BOUNDS[shape.dtype]
+    step.rows.visible.fill_(1)
+    assert step.error() > BOUNDS[shape.dtype]
+
+
 def test_a_trial_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     """FlashAttention's backend cannot write into a cache without its kernels, as here."""
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
