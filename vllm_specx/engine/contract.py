@@ -21,20 +21,22 @@ TESTED = ("0.32", "0.33")
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """A name of vLLM. `parameters` must be among the callable's (or the class's fields)."""
+    """A name of vLLM. `parameters` must be among the callable's (or the class's fields). if_there: of a module
+    that not every build of vLLM can import, and that is only looked at where it can be."""
 
     module: str
     name: str
     why: str
     parameters: tuple[str, ...] = ()
     cpu_only: bool = False
+    if_there: bool = False
 
     def missing(self) -> str | None:
         """What is missing, in a few words; None when all is there."""
         try:
             target: object = importlib.import_module(self.module)
         except ImportError as error:
-            return f"{self.module} ({error})"
+            return None if self.if_there else f"{self.module} ({error})"
         for part in self.name.split("."):
             if not hasattr(target, part):
                 fields = getattr(target, "__dataclass_fields__", {})
@@ -246,18 +248,21 @@ HOOKS: tuple[Hook, ...] = (
                 f"{name}Impl.forward",
                 "attention of draft trees on GPUs",
                 ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+                if_there=True,
             ),
             Hook(
                 f"{_ATTENTION}.{module}",
                 f"{name}Impl.do_kv_cache_update",
                 "a trial of attention of draft trees on GPUs",
                 ("layer", "key", "value", "kv_cache", "slot_mapping"),
+                if_there=True,
             ),
             Hook(
                 f"{_ATTENTION}.{module}",
                 f"{name}Metadata",
                 "attention of draft trees on GPUs",
                 ("block_table", "slot_mapping"),
+                if_there=True,
             ),
         )
     ),

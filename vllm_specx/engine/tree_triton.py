@@ -42,8 +42,8 @@ def parts_of(programs: int, processors: int, longest: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The trees of a step, on the device. trees: int32 [n, COLUMNS] and visible: uint8, as TreePlan.table
-    says. count: trees; most: rows of the largest; total: rows of all."""
+    """The trees of a step, on the device. trees: int32 [n, COLUMNS] and visible: uint8, as
+    TreePlan.packed says. count: trees; most: rows of the largest; total: rows of all."""
 
     trees: torch.Tensor
     visible: torch.Tensor
