@@ -5,7 +5,7 @@
 Scenarios gpu_overheads (a Llama in the shape of 8B whose text is known) and gpu_smollm2 (real acceptance):
 tok/s of no speculation, of vLLM's own methods, and of ours on both of vLLM's model runners, batch 1, 8 and
 64, engines taking turns on the same prompts. Writes FOLDER/NAME.json each; the same command goes on where
-it was stopped. --tiny is a trial without a GPU: a tiny target, few tokens, and what needs Model Runner V2 or
+it was stopped. Before them tree_kernel, the kernel of tree attention by itself (benchmarks/tree_kernel.py). --tiny is a trial without a GPU: a tiny target, few tokens, and what needs Model Runner V2 or
 a GPU left out.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks import harness
+from benchmarks import harness, tree_kernel
 from benchmarks.lib.errors import BenchError
 from benchmarks.lib.scenario import BENCHMARKS
 
@@ -60,10 +60,14 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--rounds", type=int)
-    parser.add_argument("--only", default="", choices=["", *SCENARIOS], help="one scenario")
+    parser.add_argument(
+        "--only", default="", choices=["", tree_kernel.NAME, *SCENARIOS], help="one of them"
+    )
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.only in ("", tree_kernel.NAME) and (status := tree_kernel.run(args.out)):
+        return status
     for name in SCENARIOS:
         if args.only not in ("", name):
             continue

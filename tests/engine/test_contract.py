@@ -112,6 +112,8 @@ def test_a_missing_hook_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     hooks = (
         contract.Hook("vllm.config", "SpeculativeConfig.no_such_name", "a test"),
         contract.Hook("vllm.no_such_module", "Thing", "a test"),
+        contract.Hook("vllm.no_such_attention", "Impl", "a test", if_there=True),
+        contract.Hook("vllm.config", "NoSuchAttention", "a test", if_there=True),
         contract.Hook("vllm.config", "SpeculativeConfig", "a test", ("no_such_parameter",)),
     )
     monkeypatch.setattr(contract, "HOOKS", hooks)
@@ -120,4 +122,5 @@ def test_a_missing_hook_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     message = str(refused.value)
     assert "vllm.config.SpeculativeConfig.no_such_name" in message
     assert "vllm.no_such_module" in message
+    assert "vllm.no_such_attention" not in message and "vllm.config.NoSuchAttention" in message
     assert "parameter 'no_such_parameter' of vllm.config.SpeculativeConfig" in message

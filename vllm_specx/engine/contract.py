@@ -21,20 +21,22 @@ TESTED = ("0.32", "0.33")
 
 @dataclass(frozen=True, slots=True)
 class Hook:
-    """A name of vLLM. `parameters` must be among the callable's (or the class's fields)."""
+    """A name of vLLM. `parameters` must be among the callable's (or the class's fields). if_there: of a module
+    that not every build of vLLM can import, and that is only looked at where it can be."""
 
     module: str
     name: str
     why: str
     parameters: tuple[str, ...] = ()
     cpu_only: bool = False
+    if_there: bool = False
 
     def missing(self) -> str | None:
         """What is missing, in a few words; None when all is there."""
         try:
             target: object = importlib.import_module(self.module)
         except ImportError as error:
-            return f"{self.module} ({error})"
+            return None if self.if_there else f"{self.module} ({error})"
         for part in self.name.split("."):
             if not hasattr(target, part):
                 fields = getattr(target, "__dataclass_fields__", {})
@@ -54,7 +56,7 @@ _RUNNER = "vllm.v1.worker.gpu_model_runner"
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _BATCH = "vllm.v1.worker.gpu_input_batch"
 _V2 = "vllm.v1.worker.gpu"
-_CPU_ATTENTION = "vllm.v1.attention.backends.cpu_attn"
+_ATTENTION = "vllm.v1.attention.backends"
 
 HOOKS: tuple[Hook, ...] = (
     Hook(
@@ -217,25 +219,65 @@ HOOKS: tuple[Hook, ...] = (
     ),
     Hook("vllm.v1.sample.rejection_sampler", "PLACEHOLDER_TOKEN_ID", "walks down draft trees"),
     Hook(
-        _CPU_ATTENTION,
+        f"{_ATTENTION}.cpu_attn",
         "CPUAttentionBackendImpl.forward",
         "attention of draft trees",
         ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
         cpu_only=True,
     ),
     Hook(
-        _CPU_ATTENTION,
+        f"{_ATTENTION}.cpu_attn",
         "CPUAttentionBackendImpl.do_kv_cache_update",
         "accepted nodes of draft trees",
         ("layer", "key", "value", "kv_cache", "slot_mapping"),
         cpu_only=True,
     ),
     Hook(
-        _CPU_ATTENTION,
+        f"{_ATTENTION}.cpu_attn",
         "CPUAttentionMetadata",
         "attention of draft trees",
         ("block_table", "slot_mapping"),
         cpu_only=True,
+    ),
+    *(
+        hook
+        for module, name in (("flash_attn", "FlashAttention"), ("triton_attn", "TritonAttention"))
+        for hook in (
+            Hook(
+                f"{_ATTENTION}.{module}",
+                f"{name}Impl.forward",
+                "attention of draft trees on GPUs",
+                ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+                if_there=True,
+            ),
+            Hook(
+                f"{_ATTENTION}.{module}",
+                f"{name}Impl.do_kv_cache_update",
+                "a trial of attention of draft trees on GPUs",
+                ("layer", "key", "value", "kv_cache", "slot_mapping"),
+                if_there=True,
+            ),
+            Hook(
+                f"{_ATTENTION}.{module}",
+                f"{name}Metadata",
+                "attention of draft trees on GPUs",
+                ("block_table", "slot_mapping"),
+                if_there=True,
+            ),
+        )
+    ),
+    Hook("vllm.distributed", "get_tp_group", "ranks that all have draft trees, or none"),
+    Hook("vllm.config", "CUDAGraphMode.PIECEWISE", "draft trees on GPUs"),
+    Hook("vllm.config", "CUDAGraphMode.has_full_cudagraphs", "draft trees on GPUs"),
+    Hook("vllm.config", "CompilationConfig.cudagraph_mode", "draft trees on GPUs"),
+    Hook("vllm.config.compilation", "PassConfig.fuse_attn_quant", "draft trees on GPUs"),
+    Hook("vllm.engine.arg_utils", "EngineArgs.compilation_config", "draft trees on GPUs"),
+    Hook("vllm.engine.arg_utils", "EngineArgs.enforce_eager", "draft trees on GPUs"),
+    Hook(
+        "vllm.utils.torch_utils",
+        "async_tensor_h2d",
+        "draft trees on GPUs",
+        ("data", "device"),
     ),
     Hook("vllm.v1.sample.rejection_sampler", "expand_kernel", "stock fault 1"),
     Hook(

@@ -10,7 +10,13 @@ from typing import Any, get_args
 
 from vllm_specx import config
 from vllm_specx.config import ConfigError
-from vllm_specx.engine import contract, metrics_worker, padded_vocabulary, tree_requests
+from vllm_specx.engine import (
+    contract,
+    metrics_worker,
+    padded_vocabulary,
+    tree_graphs,
+    tree_requests,
+)
 from vllm_specx.engine.patching import wrap
 from vllm_specx.engine.steering import VARYING
 from vllm_specx.engine.translate import SELECTED, translate
@@ -94,6 +100,7 @@ def _create_engine_config(
     try:
         _translate_engine_args(engine_args)
         v2_seams.check(engine_args)
+        tree_graphs.leave_attention_out(engine_args)
     except ConfigError as error:
         _refuse(error, usage)
     if SELECTED not in (engine_args.additional_config or {}):

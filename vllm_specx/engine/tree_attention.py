@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from vllm_specx.engine import tree_native
+from vllm_specx.engine import tree_gpu, tree_native
 from vllm_specx.engine.tree_plan import Longs, TreePlan
+from vllm_specx.engine.tree_requests import is_plain
 from vllm_specx.verify.tree_attention import attend_rows
 
+CPU_BACKEND = "vllm.v1.attention.backends.cpu_attn"
 CURRENT = "specx_trees"
 """The attribute of an attention implementation that holds the TreeAttention it belongs to."""
 
@@ -36,16 +38,21 @@ class TreeAttention:
         self._slots: torch.Tensor | None = None
         self._order: torch.Tensor | None = None
         self._native: bool | None = None
+        self._gpu: tree_gpu.GpuRows | None = None
 
     def begin(self, plan: TreePlan | None) -> None:
         """A step is about to run."""
         self.plan = plan
         self._written.clear()
         self._order = None if plan is None else torch.from_numpy(plan.order)
+        if self._gpu is not None:
+            self._gpu.begin(plan)
 
-    def attach(self, layers: list[Any]) -> None:
+    def attach(self, layers: Sequence[Any]) -> None:
         """Make these attention layers of the target ours: each implementation gets a subclass of its own
         class, with the same attributes. Compiled graphs look it up when they run."""
+        if all(map(on_gpu, layers)):
+            self._gpu = tree_gpu.GpuRows(layers)
         made: dict[type, type] = {}
         for layer in layers:
             kind = type(layer.impl)
@@ -67,6 +74,10 @@ class TreeAttention:
         plan, order = self.plan, self._order
         assert plan is not None and order is not None
         self._slots = metadata.slot_mapping
+        out = output.view(len(output), impl.num_heads, impl.head_size)
+        if self._gpu is not None:
+            self._gpu.attend(impl, query, key, value, kv_cache, metadata.block_table, out)
+            return
         whole = plan.whole and len(plan.order) == len(key)
         self._written.append(
             _Written(
@@ -77,7 +88,6 @@ class TreeAttention:
                 value.clone() if whole else value.index_select(0, order),
             )
         )
-        out = output.view(len(output), impl.num_heads, impl.head_size)
         if self._native is None:
             self._native = tree_native.takes(query.dtype, impl.head_size, kv_cache.shape[2])
         if self._native:
@@ -109,18 +119,13 @@ class TreeAttention:
     def commit(self) -> None:
         """The accepted nodes' keys and values go to where those of a chain would be: one write a layer."""
         assert self.plan is not None and self._slots is not None
-        source: list[int] = []
-        target: list[int] = []
-        begin = 0
-        for tree, path in zip(self.plan.trees, self.plan.paths, strict=True):
-            for depth, node in enumerate(path):
-                if node != depth:
-                    source.append(begin + 1 + node)
-                    target.append(tree.row + 1 + depth)
-            begin += tree.size
-        if source:
-            rows = torch.tensor(source)
-            slots = self._slots[torch.tensor(target)]
+        if self._gpu is not None:
+            self._gpu.commit(self.plan, self._slots)
+            return
+        source, target = self.plan.moves()
+        if len(source):
+            rows = torch.from_numpy(source)
+            slots = self._slots[torch.from_numpy(target)]
             for of in self._written:
                 of.impl.do_kv_cache_update(
                     of.layer,
@@ -179,25 +184,30 @@ def read_context(
     return keys.reshape(flat)[:, :length], values.reshape(flat)[:, :length]
 
 
-_PLAIN: dict[str, tuple[Any, ...]] = {
-    "sliding_window": (None, -1),
-    "alibi_slopes": (None,),
-    "logits_soft_cap": (None, 0),
-    "sinks": (None,),
-    "attn_type": ("decoder",),
-    "kv_sharing_target_layer_name": (None,),
-    "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
-}
-"""What an attention implementation has where it is nothing but softmax(q k) v over all that came before."""
+def on_gpu(layer: Any) -> bool:
+    """Whether a layer's cache is on a device for which there is a kernel in tree_gpu.py."""
+    return (
+        isinstance(layer.kv_cache, torch.Tensor) and layer.kv_cache.device.type == tree_gpu.DEVICE
+    )
 
 
-def can_be_ours(layer: Any) -> bool:
-    """Whether we can do what this attention layer of the target does, for the rows of trees."""
+def can_be_ours(layers: Sequence[Any], compilation: Any) -> bool:
+    """Whether we can do what these attention layers of the target do, for the rows of trees. compilation:
+    vLLM's CompilationConfig."""
+    if not layers:
+        return False
+    if all(map(on_gpu, layers)):
+        return tree_gpu.can_be_ours(layers, compilation)
+    return all(map(_on_cpu, layers))
+
+
+def _on_cpu(layer: Any) -> bool:
     impl, kv_cache = layer.impl, layer.kv_cache
     if not isinstance(kv_cache, torch.Tensor) or kv_cache.device.type != "cpu":
         return False
-    plain = all(hasattr(impl, n) and getattr(impl, n) in kinds for n, kinds in _PLAIN.items())
-    if not plain or kv_cache.dim() != 4 or kv_cache.shape[3] != 2 * impl.head_size:
+    if type(impl).__module__ != CPU_BACKEND:
+        return False
+    if not is_plain(impl) or kv_cache.dim() != 4 or kv_cache.shape[3] != 2 * impl.head_size:
         return False
     return layout_is_known(impl, layer, kv_cache)
 

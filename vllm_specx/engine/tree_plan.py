@@ -14,6 +14,9 @@ from vllm_specx.draft.tree import DraftTree
 from vllm_specx.verify.tree import kept_rows, visible
 
 Longs = npt.NDArray[np.int64]
+COLUMNS = 8
+"""Of a tree in TreePlan.packed, int32: first, rows, context, request, rows of the trees before it, and where
+its mask begins among the masks. Two are left over, so that the masks begin at a multiple of 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,31 @@ class TreePlan:
             torch.from_numpy(self.visible[end - size**2 : end].reshape(size, size).astype(np.bool_))
             for end, size in zip(ends.tolist(), self.rows.tolist(), strict=True)
         ]
+
+    def packed(self) -> npt.NDArray[np.uint8]:
+        """What a kernel on a device has to know, to be copied at once: the trees, int32 [trees, COLUMNS],
+        then `visible`."""
+        trees = np.zeros((len(self.rows), COLUMNS), np.int32)
+        square = self.rows**2
+        before = (np.cumsum(self.rows) - self.rows, np.cumsum(square) - square)
+        columns = (self.first, self.rows, self.context, self.request, *before)
+        for column, values in enumerate(columns):
+            trees[:, column] = values
+        return np.concatenate((trees.view(np.uint8).ravel(), self.visible))
+
+    def moves(self) -> tuple[Longs, Longs]:
+        """The accepted nodes that are not where those of a chain would be: their rows, as places in `order`,
+        and the rows of the forward whose slots in the cache are theirs."""
+        source: list[int] = []
+        target: list[int] = []
+        begin = 0
+        for tree, path in zip(self.trees, self.paths, strict=True):
+            for depth, node in enumerate(path):
+                if node != depth:
+                    source.append(begin + 1 + node)
+                    target.append(tree.row + 1 + depth)
+            begin += tree.size
+        return np.array(source, np.int64), np.array(target, np.int64)
 
     def kept(self, total: int, logits: bool) -> Longs | None:
         """int64 [total], an order of the forward's rows (or of those that have logits) in which each

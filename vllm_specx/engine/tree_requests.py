@@ -42,6 +42,24 @@ def drawn_by_seed(params: Any) -> bool:
     return params is not None and params.seed is not None and params.temperature > 0
 
 
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "sliding_window": (None, -1, (-1, -1)),
+    "alibi_slopes": (None,),
+    "logits_soft_cap": (None, 0),
+    "sinks": (None,),
+    "attn_type": ("decoder",),
+    "kv_sharing_target_layer_name": (None,),
+    "kv_cache_dtype": ("auto", "float32", "bfloat16", "float16"),
+}
+_PLAIN_IF_THERE: dict[str, Any] = {"use_alibi_sqrt": False, "chunk_lookback": -1}
+
+
+def is_plain(impl: Any) -> bool:
+    """Whether an attention implementation is nothing but softmax(q k) v over all that came before."""
+    plain = all(hasattr(impl, n) and getattr(impl, n) in kinds for n, kinds in _PLAIN.items())
+    return plain and all(getattr(impl, n, kind) == kind for n, kind in _PLAIN_IF_THERE.items())
+
+
 def check_model(vllm_config: Any) -> None:
     """Raises ConfigError where trees cannot be verified; asked before anything is loaded."""
     for reason in _reasons(vllm_config):
@@ -58,6 +76,9 @@ def _reasons(vllm_config: Any) -> list[str]:
         "custom logits processors": bool(model.logits_processors),
         "sliding window attention": getattr(text, "sliding_window", None) is not None
         and getattr(text, "use_sliding_window", True),
+        "sliding window attention beside the prompt (R-SWA)": (
+            getattr(model, "rswa_window", None) is not None
+        ),
         "latent attention (MLA)": bool(getattr(model, "use_mla", False)),
         "a soft cap of attention": bool(getattr(text, "attn_logit_softcapping", None)),
         "ALiBi": bool(getattr(text, "alibi", False)),

@@ -50,8 +50,8 @@ def sample(
     width = max(first.shape[1], *(len(tokens) for tokens in said))
     sampled = torch.full((len(first), width), PLACEHOLDER, dtype=torch.int32, device=first.device)
     sampled[:, : first.shape[1]] = first
-    for tree, tokens in zip(plan.trees, said, strict=True):
-        sampled[tree.request, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+    of_trees = torch.tensor([tokens + [PLACEHOLDER] * (width - len(tokens)) for tokens in said])
+    sampled[[tree.request for tree in plan.trees]] = of_trees.to(sampled)
     output.sampled_token_ids = sampled
     if output.logprobs_tensors is not None:
         # Their rows are [requests, longest], too; a request that wants them has no tree.
@@ -129,7 +129,7 @@ def _without_trees(plan: TreePlan, metadata: Any) -> Any:
     rest[request] = 0
     ends[request] = starts[request]
     of_request = np.repeat(np.arange(len(counts)), counts)
-    kept = torch.from_numpy(~np.isin(of_request, request))
+    kept = torch.from_numpy(np.flatnonzero(~np.isin(of_request, request)))
     device = metadata.cu_num_draft_tokens.device
 
     def moved(values: np.ndarray[Any, Any]) -> torch.Tensor:

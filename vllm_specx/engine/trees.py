@@ -18,6 +18,7 @@ import torch
 from vllm_specx.draft.tree import DraftTree
 from vllm_specx.engine import tree_sampling
 from vllm_specx.engine.tree_attention import TreeAttention, can_be_ours, order_of
+from vllm_specx.engine.tree_gpu import to_device
 from vllm_specx.engine.tree_plan import plan_step
 from vllm_specx.engine.tree_requests import drawn_by_seed, why_a_chain
 
@@ -112,7 +113,8 @@ class Trees:
         self.attention.begin(plan)
         if plan is not None:
             self.counts[NODES][""] += sum(len(tree.tree.tokens) for tree in plan.trees)
-            runner.positions[torch.from_numpy(nodes)] = torch.from_numpy(positions)
+            device = runner.positions.device
+            runner.positions[to_device(nodes, device)] = to_device(positions, device)
 
     def sample(
         self, original: Callable[..., Any], runner: Any, logits: torch.Tensor, metadata: Any
@@ -145,7 +147,7 @@ class Trees:
     def _attach(self, runner: Any) -> None:
         layers: Mapping[str, Any] = runner.compilation_config.static_forward_context
         attention = [layer for layer in layers.values() if hasattr(layer, "impl")]
-        self._usable = bool(attention) and all(map(can_be_ours, attention))
+        self._usable = agreed(can_be_ours(attention, runner.compilation_config))
         if self._usable:
             self.attention.attach(attention)
             logger.info("vllm_specx: draft trees are verified in one forward of the target.")
@@ -154,6 +156,18 @@ class Trees:
                 "vllm_specx: trees are not verified with this attention backend or this kind of layers yet, so "
                 "the best path of each draft tree is verified as a chain."
             )
+
+
+def agreed(usable: bool) -> bool:
+    """Whether all ranks of the target can have trees; each is asked in its first step."""
+    from vllm.distributed import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return usable
+    answer = torch.tensor(int(usable))
+    torch.distributed.all_reduce(answer, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(answer)
 
 
 def prepare_inputs(
