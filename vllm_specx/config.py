@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
@@ -172,9 +172,7 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
     if first["type"] == "extra_forbidden":
         owner: type[BaseModel] = model
         for part in first["loc"][:-1]:
-            annotation = owner.model_fields[str(part)].annotation
-            assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
-            owner = annotation
+            owner = _mapping_of(owner.model_fields[str(part)].annotation)
         return f"unknown key '{path}' in specx; {nearest(str(first['loc'][-1]), list(owner.model_fields))}"
     if first["type"] == "missing":
         also = ", or 'model' beside the method" if path in ("heads", "draft") else ""
@@ -183,3 +181,10 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
     if not first["loc"]:
         return f"specx: {message}."
     return f"'{path}' in specx is {first['input']!r}, but: {message[:1].lower()}{message[1:]}."
+
+
+def _mapping_of(annotation: Any) -> type[BaseModel]:
+    """The model of a key that is a mapping, or may be."""
+    kinds = [annotation, *get_args(annotation)]
+    found = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
+    return found

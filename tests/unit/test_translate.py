@@ -143,6 +143,7 @@ def test_vllms_own_eagle_stays(method: str) -> None:
         ({"method": "specx:ngram", "pol": 3}, None, "did you mean 'pool'"),
         ({"method": "specx:ngram", "pool": {"max_token": 3}}, None, "unknown key 'pool.max_token'"),
         ({"method": "specx:ngram", "pool": 7}, None, "'pool' in specx is 7"),
+        ({"method": "specx:ngram", "tree": {"node": 3}}, None, "unknown key 'tree.node'"),
         ({"method": "specx:ngram", "num_speculative_tokens": 0}, None, "from 1 to 128"),
         ({"method": "specx:ngram", "num_speculative_tokens": -3}, None, "is -3"),
         ({"method": "specx:ngram", "num_speculative_tokens": 129}, None, "is 129"),
