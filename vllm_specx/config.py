@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from vllm_specx.config_base import ProposerConfig, Strict
 from vllm_specx.draft.draft_model_config import DraftModelConfig as DraftModelConfig
 from vllm_specx.draft.eagle_config import EagleConfig as EagleConfig
+from vllm_specx.draft.lookahead_config import LookaheadConfig
 from vllm_specx.draft.medusa_config import MedusaConfig as MedusaConfig
 from vllm_specx.draft.tree_config import TreeConfig
 
@@ -43,11 +44,25 @@ class NgramConfig(ProposerConfig):
     engine measures, and before that 0.06 on a CPU and 0.01 on a GPU."""
     pool: PoolConfig = PoolConfig()
     tree: TreeConfig | None = None
+    lookahead: LookaheadConfig | None = None
+    """Lookahead decoding, off unless it is asked for: `on`, or a mapping."""
+
+    @field_validator("lookahead", mode="before")
+    @classmethod
+    def _switch(cls, value: Any) -> Any:
+        """on, off, true and false, as those of mappings with a key `enabled`."""
+        if isinstance(value, bool | str):
+            if value not in (True, False, "on", "off"):
+                raise ValueError("lookahead must be 'on', 'off' or a mapping of its keys")
+            return {} if value in (True, "on") else None
+        return value
 
     @model_validator(mode="after")
-    def _some_match(self) -> NgramConfig:
+    def _fits(self) -> NgramConfig:
         if self.min_match > self.max_match:
             raise ValueError(f"min_match {self.min_match} is above max_match {self.max_match}")
+        if self.lookahead is not None and self.tree is None:
+            raise ValueError("lookahead needs draft trees; add 'tree': {}")
         return self
 
 
@@ -134,6 +149,12 @@ def tree_of(settings: SpecxConfig) -> TreeConfig | None:
     return getattr(settings, "tree", None)
 
 
+def window_rows(settings: SpecxConfig) -> int:
+    """Rows of the target's forward beside a draft tree: those of a window of lookahead decoding."""
+    lookahead: LookaheadConfig | None = getattr(settings, "lookahead", None)
+    return 0 if lookahead is None else lookahead.rows
+
+
 def nearest(word: str, known: list[str]) -> str:
     """A hint for a misspelt word: `; did you mean 'pool'?`, or what is known."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
@@ -172,9 +193,7 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
     if first["type"] == "extra_forbidden":
         owner: type[BaseModel] = model
         for part in first["loc"][:-1]:
-            annotation = owner.model_fields[str(part)].annotation
-            assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
-            owner = annotation
+            owner = _mapping_of(owner.model_fields[str(part)].annotation)
         return f"unknown key '{path}' in specx; {nearest(str(first['loc'][-1]), list(owner.model_fields))}"
     if first["type"] == "missing":
         also = ", or 'model' beside the method" if path in ("heads", "draft") else ""
@@ -183,3 +202,10 @@ def _sentence(error: ValidationError, model: type[BaseModel]) -> str:
     if not first["loc"]:
         return f"specx: {message}."
     return f"'{path}' in specx is {first['input']!r}, but: {message[:1].lower()}{message[1:]}."
+
+
+def _mapping_of(annotation: Any) -> type[BaseModel]:
+    """The model of a key that is a mapping, or may be."""
+    kinds = [annotation, *get_args(annotation)]
+    found = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel))
+    return found

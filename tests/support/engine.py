@@ -119,6 +119,10 @@ class Engine:
         """AutoDrafter.sources in the worker."""
         return self._call("draft_sources")  # type: ignore[no-any-return]
 
+    def draft_counts(self) -> dict[str, dict[str, int]]:
+        """EngineProposer.specx_counts in the worker."""
+        return self._call("draft_counts")  # type: ignore[no-any-return]
+
     def draft_cache(self) -> dict[str, int]:
         """EagleDrafter.cache_use() in the worker."""
         return self._call("draft_cache")  # type: ignore[no-any-return]
@@ -354,6 +358,16 @@ def _do_draft_sources(llm: Any) -> dict[str, int]:
 
 def _draft_sources_of_worker(worker: Any) -> dict[str, int]:
     return dict(worker.model_runner.drafter.proposer.sources)
+
+
+def _do_draft_counts(llm: Any) -> dict[str, dict[str, int]]:
+    (found,) = llm.collective_rpc(_draft_counts_of_worker)
+    return dict(found)
+
+
+def _draft_counts_of_worker(worker: Any) -> dict[str, dict[str, int]]:
+    counts = worker.model_runner.drafter.specx_counts
+    return {name: dict(labels) for name, labels in counts.items()}
 
 
 def _do_draft_cache(llm: Any) -> dict[str, int]:

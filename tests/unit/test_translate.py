@@ -143,6 +143,38 @@ def test_vllms_own_eagle_stays(method: str) -> None:
         ({"method": "specx:ngram", "pol": 3}, None, "did you mean 'pool'"),
         ({"method": "specx:ngram", "pool": {"max_token": 3}}, None, "unknown key 'pool.max_token'"),
         ({"method": "specx:ngram", "pool": 7}, None, "'pool' in specx is 7"),
+        ({"method": "specx:ngram", "tree": {"node": 3}}, None, "unknown key 'tree.node'"),
+        ({"method": "specx:ngram", "lookahead": "on"}, None, "needs draft trees; add 'tree'"),
+        (
+            {"method": "specx:ngram", "tree": {}, "lookahead": {"windows": 3}},
+            None,
+            "unknown key 'lookahead.windows' in specx; did you mean 'window'",
+        ),
+        (
+            {"method": "specx:ngram", "tree": {}, "lookahead": "maybe"},
+            None,
+            "must be 'on', 'off' or a mapping",
+        ),
+        (
+            {"method": "specx:ngram", "tree": {}, "lookahead": {"window": 20, "ngram": 8}},
+            None,
+            "139 rows beside the 32 of tree.nodes, and there are 128",
+        ),
+        (
+            {
+                "method": "specx:ngram",
+                "tree": {},
+                "lookahead": "on",
+                "num_speculative_tokens": 32,
+            },
+            None,
+            "'num_speculative_tokens' is 32, and tree.nodes and the rows of 'lookahead' are 59",
+        ),
+        (
+            {"method": "specx:medusa", "heads": "x", "tree": {}, "lookahead": "on"},
+            None,
+            "'lookahead' is unknown to method 'specx:medusa'",
+        ),
         ({"method": "specx:ngram", "num_speculative_tokens": 0}, None, "from 1 to 128"),
         ({"method": "specx:ngram", "num_speculative_tokens": -3}, None, "is -3"),
         ({"method": "specx:ngram", "num_speculative_tokens": 129}, None, "is 129"),

@@ -344,6 +344,7 @@ class Controller:
         beyond: npt.ArrayLike | None = None,
         draft_steps: int = 0,
         draft_seconds: float | None = None,
+        beside: int = 0,
     ) -> None:
         """What a step verified, for the requests that decoded in it; all arrays int [B].
 
@@ -356,6 +357,7 @@ class Controller:
             the target was the first that was cut off: 1, 0, or -1 for not known.
         draft_steps: how many draft steps the proposer made in this step (the next step's drafts).
         draft_seconds: what these took of the step, where it was timed.
+        beside: rows of the target's forward that were neither requests' own nor drafts.
         """
         size = len(request_ids)
         if size == 0:
@@ -370,10 +372,11 @@ class Controller:
         self._token_errors[0] += 0.02 * (expected - self._token_errors[0])
         self._token_errors[1] += 0.02 * (tokens - self._token_errors[1])
         uneven = self._choice.uneven(drafts)
-        predicted = self.cost.time(size, size + verified, draft_steps, uneven)
+        read = verified + beside
+        predicted = self.cost.time(size, size + read, draft_steps, uneven)
         self.foreseen = expected, predicted
         if pure_decode:
-            self._learn_time(size, verified, seconds, draft_steps, draft_seconds, uneven, predicted)
+            self._learn_time(size, read, seconds, draft_steps, draft_seconds, uneven, predicted)
         if verified or offered is not None or beyond is not None:
             self._off += tokens - expected
             self._off_drafts += verified
@@ -397,7 +400,7 @@ class Controller:
     def _learn_time(
         self,
         size: int,
-        verified: int,
+        read: int,
         seconds: float,
         draft_steps: int,
         draft_seconds: float | None,
@@ -406,7 +409,7 @@ class Controller:
     ) -> None:
         if not 0.0 < seconds < math.inf:
             return
-        self.cost.observe(size, size + verified, seconds, draft_steps, uneven, draft_seconds)
+        self.cost.observe(size, size + read, seconds, draft_steps, uneven, draft_seconds)
         self._probing.earn(seconds, self.cost.time(size, size), predicted)
 
     def _remember(

@@ -18,6 +18,7 @@ import torch
 from vllm_specx.config import NgramConfig, PoolConfig
 from vllm_specx.draft.branches import worth_their_branches
 from vllm_specx.draft.calibration import initial_weights, kind_of, tree_weights
+from vllm_specx.draft.lookahead import Lookahead
 from vllm_specx.draft.ngram_arena import Arena
 from vllm_specx.draft.ngram_kernels import (
     ALIGNED_SOURCE,
@@ -87,8 +88,9 @@ class NgramLookahead:
 
     max_batch: requests in a step at most. max_model_len: tokens of a request at most.
     max_draft: tokens of a draft at most. tree: drafts are trees of at most so many nodes, as deep as there are
-    nodes, whatever tree.depth says; None: chains. Memory grows with the tokens of the live requests, and by
-    at most `config.pool.max_tokens` tokens for what is shared, at some 50 bytes a token.
+    nodes, whatever tree.depth says; None: chains, and no windows of lookahead decoding. Memory grows with the
+    tokens of the live requests, and by at most `config.pool.max_tokens` tokens for what is shared, at some 50
+    bytes a token.
     """
 
     needs_hidden_states: ClassVar[bool] = False
@@ -120,6 +122,9 @@ class NgramLookahead:
         self._shadow_tokens: IntArray = np.zeros((self._requests, self.max_draft), np.int32)
         self._shadow_features: IntArray = np.zeros((*self._shadow_tokens.shape, KINDS), np.int32)
         self._shadow_parents: IntArray | None = None
+        self.lookahead: Lookahead | None = None
+        if tree is not None and config.lookahead is not None:
+            self.lookahead = Lookahead(config.lookahead, tree.branching, max_model_len)
         if tree is not None:
             self._shadow_parents = np.full(self._shadow_tokens.shape, -1, np.int32)
         self._last_seen: LongArray = np.full(self._requests, -1, np.int64)
@@ -132,11 +137,20 @@ class NgramLookahead:
     def propose(self, context: DraftContext) -> list[DraftTree]:
         """One draft a request, in the order of `context.request_ids`; see Proposer."""
         found = self.predict(context)
+        if self.lookahead is not None:
+            assert found.parents is not None
+            self.lookahead.learn(context)
+            self.lookahead.add_to(context, found.tokens, found.parents, found.reach, found.lengths)
         budgets = np.asarray(context.budgets, np.int64)
-        lengths = self.lengths(found, budgets, self.costs(context))
+        costs = self.costs(context)
+        lengths = self.lengths(found, budgets, costs)
         if found.parents is not None:
             drafts = [found.draft(i, length) for i, length in enumerate(lengths.tolist())]
-            return worth_their_branches(drafts, context.costs) if self.minimum < 0 else drafts
+            if self.minimum < 0:
+                drafts = worth_their_branches(drafts, context.costs)
+            if self.lookahead is not None:
+                drafts = self.lookahead.beside(context, drafts, costs)
+            return drafts
         return [
             DraftTree.chain(found.tokens[i, :length]) if length else EMPTY_DRAFT
             for i, length in enumerate(lengths.tolist())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -63,6 +63,9 @@ class DraftContext:
     sampling: how the requests sample; None unless drafts may be drawn at random.
     reading: places of the requests in prefill that will be drafted for; what they have said so far is in
         token_ids, also what the target has not read yet.
+    chains: places of the requests whose drafts are verified as chains, whatever they are.
+    answers: by request, the tokens that the target holds likeliest after the nodes that were asked about
+        (DraftTree.asked), int32, fewer where the draft was cut; whom nothing was asked about is left out.
     """
 
     request_ids: Sequence[str]
@@ -84,6 +87,8 @@ class DraftContext:
     tokens_read: int = 0
     sampling: SamplingRows | None = None
     reading: Sequence[int] = ()
+    chains: Collection[int] = ()
+    answers: Mapping[str, IntArray] = field(default_factory=dict)
 
     def after(self, forwards: int) -> DraftContext:
         """With costs of the whole step, in which so many forwards of the draft have been made: what they

@@ -22,12 +22,17 @@ class DraftTree:
     parents: int32 [n], index of each token's parent, -1 for children of the last committed token.
     reach: float32 [n], the probability that each node is accepted with all above it, falling; None: not
         known. The nodes of the best tree of any smaller size come first.
+    window: the last so many nodes are a window of lookahead decoding: there for what the target says after
+        them, and no candidates, though one that comes true is accepted as any other.
+    asked: of the last so many nodes, all in the window, that comes back (DraftContext.answers).
     A chain is the tree whose parents are i - 1. Any prefix of a tree is a tree.
     """
 
     tokens: IntArray
     parents: IntArray
     reach: Reach | None = None
+    window: int = 0
+    asked: int = 0
 
     @classmethod
     def chain(cls, tokens: Sequence[int] | IntArray) -> DraftTree:
@@ -60,10 +65,35 @@ class DraftTree:
         if nodes >= len(self.tokens):
             return self
         reach = None if self.reach is None else self.reach[:nodes]
-        return DraftTree(self.tokens[:nodes], self.parents[:nodes], reach)
+        cut = len(self.tokens) - nodes
+        return DraftTree(
+            self.tokens[:nodes],
+            self.parents[:nodes],
+            reach,
+            max(self.window - cut, 0),
+            max(self.asked - cut, 0),
+        )
+
+    def candidates(self) -> DraftTree:
+        """Without the window."""
+        return self.prefix(len(self.tokens) - self.window)
+
+    def beside(self, window: DraftTree, asked: int) -> DraftTree:
+        """With a window, whose last `asked` nodes' next tokens are wanted."""
+        size, rows = len(self.tokens), len(window.tokens)
+        below = np.where(window.parents < 0, -1, window.parents + size)
+        return DraftTree(
+            np.concatenate([self.tokens, window.tokens]),
+            np.concatenate([self.parents, below]).astype(np.int32),
+            None if self.reach is None else np.append(self.reach, np.zeros(rows, np.float32)),
+            rows,
+            asked,
+        )
 
     def best_path(self) -> DraftTree:
-        """The tokens along the best child of each node, as a chain that keeps their reach."""
+        """The tokens along the best child of each node, as a chain that keeps their reach; no window."""
+        if self.window:
+            return self.candidates().best_path()
         if self.is_chain:
             return self
         path: list[int] = []

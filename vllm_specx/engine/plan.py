@@ -13,6 +13,10 @@ PLAN = "specx_plan"
 DRAFT_STEPS = "specx_draft_steps"
 """The attribute of vLLM's DraftTokenIds, on its way back: forwards of the draft that it took."""
 
+WINDOW_ROWS = "specx_window_rows"
+"""The attribute of vLLM's DraftTokenIds: how many of each request's draft tokens, the last ones, are rows of
+a window of lookahead decoding, by id."""
+
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:

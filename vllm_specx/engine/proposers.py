@@ -16,7 +16,7 @@ from vllm_specx.engine import seams
 from vllm_specx.engine.draft_probs import DraftProbs, sampling_rows
 from vllm_specx.engine.guard import Guard
 from vllm_specx.engine.translate import settings_of
-from vllm_specx.engine.trees import Trees
+from vllm_specx.engine.trees import GAINED, Trees
 
 if TYPE_CHECKING:
     from vllm_specx.draft.ngram import NgramLookahead
@@ -130,4 +130,7 @@ class NgramProposer(EngineProposer):
     def build(self) -> Proposer:
         settings = self.specx_config()
         assert isinstance(settings, config.NgramConfig)
-        return self.lookahead(settings)
+        made = self.lookahead(settings)
+        if made.lookahead is not None and self.trees is not None:
+            self.specx_counts = {**self.trees.counts, GAINED: made.lookahead.gained}
+        return made

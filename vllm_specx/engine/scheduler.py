@@ -13,7 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_specx import config
 from vllm_specx.control.cost import CostPrior
 from vllm_specx.engine.metrics import Meter, report_of
-from vllm_specx.engine.plan import DRAFT_STEPS
+from vllm_specx.engine.plan import DRAFT_STEPS, WINDOW_ROWS
 from vllm_specx.engine.pools import stamp_salt
 from vllm_specx.engine.steering import VARYING, Steering, weight_bytes
 from vllm_specx.engine.translate import SELECTED
@@ -109,6 +109,10 @@ class _Steered:
         seconds = None if report is None else float(report["seconds"])
         self._meter.worker(report)
         self._steer(lambda steering: steering.took(steps, seconds), None)
+        windows = getattr(draft_token_ids, WINDOW_ROWS, {})
+        self._steer(
+            lambda steering: steering.windows(draft_token_ids.req_ids, drafts, windows), None
+        )
         if self._steering is not None and self._steering.cuts:
             draft_token_ids.draft_token_ids = self._steer(
                 lambda steering: steering.drafted(draft_token_ids.req_ids, drafts), drafts

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -124,6 +124,8 @@ class Steering:
         self._most_forwards = max_k if most_forwards is None else most_forwards
         self._gone: list[str] = []
         self._untold: tuple[_Step, Callable[[], None]] | None = None
+        # Of drafts with a window beside them: how many tokens are none of its rows.
+        self._candidates: dict[str, int] = {}
         self._may_rest = (
             rests and settings.enabled and settings.static_k is None and not settings.k_min
         )
@@ -167,6 +169,7 @@ class Steering:
             self.controller.remove(request_id)
             self._meter.remove(request_id)
             self._drafts.pop(request_id, None)
+            self._candidates.pop(request_id, None)
             self._limits.pop(request_id, None)
             self._fixed.discard(request_id)
         self._gone.clear()
@@ -274,6 +277,17 @@ class Steering:
                 self._reason = "controller"
         return kept
 
+    def windows(
+        self, request_ids: Sequence[str], drafts: Sequence[list[int]], rows: Mapping[str, int]
+    ) -> None:
+        """Of these drafts so many tokens, by request, are the rows of a window (plan.WINDOW_ROWS)."""
+        if not rows and not self._candidates:
+            return
+        for request_id, draft in zip(request_ids, drafts, strict=True):
+            self._candidates.pop(request_id, None)
+            if request_id in rows:
+                self._candidates[request_id] = max(len(draft) - rows[request_id], 0)
+
     def before_output(self, output: Any) -> dict[str, int]:
         """Output tokens of each request that decodes in the step, before its output is taken in."""
         step = self._steps.get(id(output))
@@ -299,6 +313,7 @@ class Steering:
         self._ended = now
         invalid = output.num_invalid_spec_tokens or {}
         ids, drafted, accepted, kept, offered, allowed, beyond = [], [], [], [], [], [], []
+        beside = 0
         for request_id, request in step.requests.items():
             row = rows.get(request_id)
             tokens = sampled[row] if row is not None and sampled else ()
@@ -307,6 +322,9 @@ class Steering:
             length = len(output.scheduled_spec_decode_tokens.get(request_id, ()))
             length -= invalid.get(request_id, 0)
             hits = len(tokens) - 1
+            rows_of_window = max(length - max(self._candidates.get(request_id, length), hits), 0)
+            length -= rows_of_window
+            beside += rows_of_window
             note = self._drafts.pop(request_id, None)
             ids.append(request_id)
             drafted.append(length)
@@ -328,6 +346,7 @@ class Steering:
                 offered,
                 allowed,
                 beyond,
+                beside,
                 now - start,
             )
             if self.self_paced:
@@ -358,6 +377,7 @@ class Steering:
         offered: list[int],
         allowed: list[int],
         beyond: list[int],
+        beside: int,
         seconds: float,
     ) -> None:
         pure = step.pure_decode and len(ids) == len(step.requests)
@@ -373,6 +393,7 @@ class Steering:
             pure_decode=pure,
             draft_steps=step.draft_steps,
             draft_seconds=step.draft_seconds,
+            beside=beside,
         )
         self._meter.learned(self.controller, len(ids), sum(kept), seconds, pure)
 

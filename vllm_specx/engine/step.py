@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,22 +13,24 @@ from vllm_specx.config import ConfigError
 from vllm_specx.control.policy import opts_out
 from vllm_specx.draft.proposer import DraftContext, VerifiedRows
 from vllm_specx.draft.tree import DraftTree, IntArray
-from vllm_specx.engine.plan import DRAFT_STEPS, PLAN, DraftPlan
+from vllm_specx.engine.plan import DRAFT_STEPS, PLAN, WINDOW_ROWS, DraftPlan
 from vllm_specx.engine.pools import pool_of, state_key
 from vllm_specx.engine.proposers import EngineProposer
+from vllm_specx.engine.tree_requests import why_a_chain
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
     """What does not change while a request lives, or until a session of streamed input gets its next
     chunk, which makes all before it the prompt. `state` is the runner's object for it; a last_length
-    of 0: it is never drafted for."""
+    of 0: it is never drafted for. chain: it can have no trees."""
 
     state: Any
     num_prompt_tokens: int
     pool: str | None
     state_key: str | None
     last_length: int
+    chain: bool = True
 
 
 def propose_draft_token_ids(
@@ -116,12 +118,16 @@ def setup_auxiliary_states(original: Callable[..., None], runner: Any) -> None:
 
 def take_draft_token_ids(original: Callable[..., Any], runner: Any) -> Any:
     """GPUModelRunner.take_draft_token_ids, what the scheduler is given of a step's drafts: with how
-    many forwards they took, so that their cost can be told from that of verifying."""
+    many forwards they took, so that their cost can be told from that of verifying, and which of their
+    tokens are rows of windows, which cost as much and are not there to be accepted."""
     taken = original(runner)
     drafter = getattr(runner, "drafter", None)
     if taken is not None and isinstance(drafter, EngineProposer):
         setattr(taken, DRAFT_STEPS, drafter.draft_steps)
         drafter.draft_steps = 0
+        if drafter.trees is not None:
+            setattr(taken, WINDOW_ROWS, drafter.trees.beyond)
+            drafter.trees.beyond = {}
     return taken
 
 
@@ -191,7 +197,16 @@ def build_context(
         tokens_read=scheduler_output.total_num_scheduled_tokens,
         sampling=drafter.sampling([k.state.sampling_params for k in known]),
         reading=reading,
+        chains=_chains(drafter, known),
+        answers={} if drafter.trees is None else drafter.trees.answers,
     )
+
+
+def _chains(drafter: EngineProposer, known: Sequence[_Known]) -> Collection[int]:
+    """Places of the requests that can have no trees."""
+    if drafter.trees is None or not drafter.trees.usable:
+        return range(len(known))
+    return {i for i, k in enumerate(known) if k.chain}
 
 
 def _verified_rows(
@@ -265,7 +280,8 @@ def _first_sight(state: Any, drafter: EngineProposer) -> _Known:
     if seeded or opts_out(params.extra_args):
         last = 0
     pool = pool_of(params.extra_args)
-    return _Known(state, prompt, pool, state_key(pool, state), last)
+    chain = why_a_chain(params) is not None
+    return _Known(state, prompt, pool, state_key(pool, state), last, chain)
 
 
 def _last_accepted_rows(

@@ -176,11 +176,23 @@ def _parse_stock(own: Any) -> dict[str, Any]:
 def _set_num_speculative_tokens(
     speculative: dict[str, Any], settings: config.SpecxConfig, name: str
 ) -> None:
-    """By default the proposer's usual number, or as many as a tree has nodes: each takes a place."""
-    tree = config.tree_of(settings)
+    """By default the proposer's usual number, or as many as a tree has nodes and a window of lookahead
+    decoding has rows: each takes a place."""
+    tree, rows = config.tree_of(settings), config.window_rows(settings)
     usual = config.DEFAULT_NUM_SPECULATIVE_TOKENS[name]
-    value = speculative.setdefault("num_speculative_tokens", usual if tree is None else tree.nodes)
+    needed = usual if tree is None else tree.nodes + rows
+    if needed > MAX_SPECULATIVE_TOKENS:
+        raise ConfigError(
+            f"'lookahead' takes window * (ngram - 1) - 1 = {rows} rows beside the {needed - rows} of tree.nodes, "
+            f"and there are {MAX_SPECULATIVE_TOKENS}; lower lookahead.window, lookahead.ngram or tree.nodes."
+        )
+    value = speculative.setdefault("num_speculative_tokens", needed)
     _check_num_speculative_tokens(value)
+    if rows and value < needed:
+        raise ConfigError(
+            f"'num_speculative_tokens' is {value}, and tree.nodes and the rows of 'lookahead' are {needed}, each of "
+            "which takes a draft token's place; leave num_speculative_tokens out, or lower these."
+        )
     if tree is not None and value < tree.nodes:
         raise ConfigError(
             f"'num_speculative_tokens' is {value}, and tree.nodes is {tree.nodes}, each of which takes a draft "

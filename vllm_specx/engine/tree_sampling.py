@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specx.engine.tree_plan import TreePlan
+from vllm_specx.engine.tree_plan import Longs, TreePlan
 from vllm_specx.verify.tree import children
 
 PLACEHOLDER = -1
@@ -88,6 +88,21 @@ def _walk(
         )
         drawn = output.sampled_token_ids[:, 0].tolist()
     return said
+
+
+def answers(plan: TreePlan, logits: torch.Tensor) -> dict[int, Longs]:
+    """By place in the batch, the likeliest tokens [asked] after the nodes that are asked about
+    (DraftTree.asked), int64: one argmax for all trees."""
+    asked = [(tree, tree.tree.asked) for tree in plan.trees if tree.tree.asked]
+    if not asked:
+        return {}
+    rows = [
+        np.arange(tree.logits_row + tree.size - count, tree.logits_row + tree.size)
+        for tree, count in asked
+    ]
+    said = logits[torch.from_numpy(np.concatenate(rows))].argmax(-1).cpu().numpy()
+    parts = np.split(said, np.cumsum([count for _, count in asked])[:-1])
+    return {tree.request: part for (tree, _), part in zip(asked, parts, strict=True)}
 
 
 def _of(sampling: Any, requests: list[int]) -> Any:

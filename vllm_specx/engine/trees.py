@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from vllm_specx.draft.tree import DraftTree
+from vllm_specx.draft.tree import DraftTree, IntArray
 from vllm_specx.engine import tree_sampling
 from vllm_specx.engine.tree_attention import TreeAttention, can_be_ours, order_of
 from vllm_specx.engine.tree_gpu import to_device
@@ -25,6 +26,7 @@ from vllm_specx.engine.tree_requests import drawn_by_seed, why_a_chain
 logger = logging.getLogger(f"vllm.{__name__}")
 
 NODES, ACCEPTED, FALLBACKS = "tree_nodes", "tree_accepted", "tree_fallbacks"
+WINDOW, GAINED = "lookahead_rows", "lookahead_accepted"
 """Counts by name, as metrics_worker.COUNTS says."""
 
 
@@ -37,7 +39,12 @@ class Trees:
             NODES: Counter(),
             ACCEPTED: Counter(),
             FALLBACKS: Counter(),
+            WINDOW: Counter(),
         }
+        self.answers: dict[str, IntArray] = {}
+        """DraftContext.answers of the step that has run."""
+        self.beyond: dict[str, int] = {}
+        """Rows of a window at the end of the latest drafts, by request."""
         self._drafted: dict[str, DraftTree] = {}
         self._walked: set[str] = set()
         # Whether the attention layers can have trees; None before the first step.
@@ -48,6 +55,11 @@ class Trees:
         """Whether the step that runs has a tree in it."""
         return self.attention.plan is not None
 
+    @property
+    def usable(self) -> bool:
+        """Whether the attention layers can have trees."""
+        return bool(self._usable)
+
     def lists(
         self,
         drafts: Sequence[DraftTree],
@@ -57,16 +69,19 @@ class Trees:
         vocab_size: int,
     ) -> list[list[int]]:
         """vLLM's lists of draft tokens, trees among them where the request can have one, else its best
-        path; nothing for a request with a seed that can have none. params: a request's SamplingParams."""
+        path; nothing for a request with a seed that can have none. limits: of draft tokens, beside which a
+        window may stand. params: a request's SamplingParams."""
         for request in requests:
             self._drafted.pop(request, None)
             self._walked.discard(request)
+        self.beyond.clear()
         made: list[list[int]] = []
         for tree, request, limit in zip(drafts, requests, limits, strict=True):
             if limit <= 0 or not len(tree.tokens):
                 made.append([])
                 continue
-            tree = tree.prefix(int(limit))
+            if len(tree.tokens) - tree.window > limit:
+                tree = tree.prefix(int(limit))
             of_request = params(request)
             seeded = drawn_by_seed(of_request)
             if seeded or not tree.is_chain:
@@ -82,6 +97,8 @@ class Trees:
                 self._walked.add(request)
             if seeded or not tree.is_chain:
                 self._drafted[request] = tree
+            if tree.window:
+                self.beyond[request] = tree.window
             made.append(tree.tokens.tolist())
         return made
 
@@ -90,6 +107,7 @@ class Trees:
         the cache stay one after the other."""
         if self._usable is None:
             self._attach(runner)
+        self.answers = {}
         drafted = self._drafted
         if not drafted:
             self.attention.begin(None)
@@ -112,7 +130,10 @@ class Trees:
         self._walked.intersection_update(drafted)
         self.attention.begin(plan)
         if plan is not None:
-            self.counts[NODES][""] += sum(len(tree.tree.tokens) for tree in plan.trees)
+            rows = sum(tree.tree.window for tree in plan.trees)
+            self.counts[NODES][""] += sum(len(tree.tree.tokens) for tree in plan.trees) - rows
+            if rows:
+                self.counts[WINDOW][""] += rows
             device = runner.positions.device
             runner.positions[to_device(nodes, device)] = to_device(positions, device)
 
@@ -123,7 +144,14 @@ class Trees:
         plan = self.attention.plan
         assert plan is not None
         sampled = tree_sampling.sample(plan, original, runner, logits, metadata)
-        self.counts[ACCEPTED][""] += sum(len(path) for path in plan.paths)
+        self.counts[ACCEPTED][""] += sum(
+            node < len(tree.tree.tokens) - tree.tree.window
+            for tree, path in zip(plan.trees, plan.paths, strict=True)
+            for node in path
+        )
+        said = tree_sampling.answers(plan, logits)
+        requests = runner.input_batch.req_ids
+        self.answers = {requests[i]: tokens.astype(np.int32) for i, tokens in said.items()}
         self.attention.commit()
         return sampled
 

@@ -195,11 +195,14 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             ),
             Panel(
                 "Draft trees",
-                "Nodes that were verified, those on the accepted path, and trees verified as chains.",
+                "Nodes that were verified, those on the accepted path, and trees verified as chains; rows of "
+                "windows of lookahead decoding, and the tokens that they brought.",
                 (
                     (rate("tree_nodes_total"), "nodes"),
                     (rate("tree_accepted_total"), "accepted"),
                     (rate("tree_fallbacks_total", "reason"), "fallback: {{reason}}"),
+                    (rate("lookahead_rows_total"), "lookahead: rows"),
+                    (rate("lookahead_accepted_total"), "lookahead: accepted"),
                 ),
             ),
         ),

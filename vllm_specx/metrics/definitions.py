@@ -190,6 +190,16 @@ METRICS: tuple[Metric, ...] = (
         "Drafts that were trees and were verified as chains, by reason.",
         "reason",
     ),
+    Metric(
+        "lookahead_rows",
+        "counter",
+        "Rows of the target's forward that were windows of lookahead decoding; not in tree_nodes.",
+    ),
+    Metric(
+        "lookahead_accepted",
+        "counter",
+        "Accepted tokens that there were only by lookahead decoding. Divided by lookahead_rows: what a row brings.",
+    ),
     Metric("proposer_errors", "counter", "Steps in which the proposer failed and drafted nothing."),
     Metric(
         "disabled",

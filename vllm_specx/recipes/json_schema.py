@@ -108,10 +108,10 @@ def _closed(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, An
     """The schema, with its own definitions among the recipe's; mappings that may be switched also take
     on and off."""
     definitions |= schema.pop("$defs", {})
-    for key in ("controller", "pool"):
+    switch = {"enum": ["on", "off", True, False]}
+    for key in ("controller", "pool", "lookahead"):
         if key in schema.get("properties", {}):
             inner = schema["properties"][key]
-            schema["properties"][key] = {
-                "anyOf": [{"$ref": inner["$ref"]}, {"enum": ["on", "off", True, False]}]
-            }
+            kinds = inner.get("anyOf") or [{"$ref": inner["$ref"]}]
+            schema["properties"][key] = {"anyOf": [*kinds, switch]}
     return schema
