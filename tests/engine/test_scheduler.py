@@ -135,7 +135,7 @@ def test_the_cost_of_our_own_forwards_is_told_from_that_of_verifying(
     for _ in range(200):
         world.step()
     cost = world.controller.cost
-    assert cost.draft_step == pytest.approx(0.04 * STEP, rel=0.25)
+    assert cost.draft_step(2) == pytest.approx(0.04 * STEP, rel=0.25)
     for drafts in (0, 4, 8):
         assert cost.time(2, 2 + drafts) == pytest.approx(step_seconds(2, 2 + drafts, 0), rel=0.05)
 

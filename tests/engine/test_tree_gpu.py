@@ -3,6 +3,7 @@ there are, and an engine on the CPU with vLLM's Triton attention and ours, inter
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +126,8 @@ TREE = {"specx": {"proposer": "ngram", "tree": {"nodes": 16}}}
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     contract.check()  # Imports modules of vLLM that would look for CUDA's libraries.
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    # Engines that ran in this process have set up vLLM's logging.
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
 
 
 def mode_of(asked: str | None, own: dict[str, Any], **keywords: Any) -> CUDAGraphMode | None:
@@ -140,7 +143,7 @@ def mode_of(asked: str | None, own: dict[str, Any], **keywords: Any) -> CUDAGrap
 @pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize("asked", [None, "FULL", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"])
 def test_full_graphs_become_piecewise(asked: str | None, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger=tree_graphs.logger.name):
         assert mode_of(asked, TREE) == CUDAGraphMode.PIECEWISE
     assert caplog.text.count("cudagraph_mode is PIECEWISE") == 1
     untouched = CompilationConfig().cudagraph_mode if asked is None else CUDAGraphMode[asked]
@@ -152,7 +155,7 @@ def test_full_graphs_become_piecewise(asked: str | None, caplog: pytest.LogCaptu
 @pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize("asked", ["PIECEWISE", "NONE"])
 def test_other_graphs_stay(asked: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger=tree_graphs.logger.name):
         assert mode_of(asked, TREE) == CUDAGraphMode[asked]
     assert "vllm_specx" not in caplog.text
 

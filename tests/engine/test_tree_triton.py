@@ -217,7 +217,7 @@ def test_a_wrong_mask_is_seen(parts: int) -> None:
     assert error_of(case, made) < 2e-5
     right = made.plan.masks()
     made.plan.visible[2 * 5 + 1] = 1
-    assert error_of(case, made, masks=right) > 0.01
+    assert error_of(case, made, masks=right) > 0.001
 
 
 @in_its_own_process

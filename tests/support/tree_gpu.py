@@ -57,6 +57,7 @@ def run(
         "LD_PRELOAD": preload(),
         "TRITON_INTERPRET": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_LOGGING_LEVEL": "INFO",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "SPECX_TEST_SCRIPT": str(folder / "script.json"),

@@ -109,7 +109,8 @@ def grown(rule: SampledRule, costs: Any, at_last: bool) -> Lengths:
         likely = [float(q[draft[:i]].max()) for i in range(DEPTH)]
         probabilities = np.array([likely, other], np.float32)
         budgets = np.full(2, DEPTH, np.int32)
-        context: Any = SimpleNamespace(costs=costs)
+        context: Any = SimpleNamespace(costs=costs, request_ids=["r", "other"])
+        context.after = lambda forwards: context
         decide = rule.lengths if at_last else rule.as_it_grew
         return int(decide(probabilities, budgets, context)[0])
 
