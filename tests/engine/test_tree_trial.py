@@ -70,7 +70,10 @@ def test_a_cache_that_is_laid_out_otherwise() -> None:
     assert not tree_gpu.is_known(layer), "a class of another name is not even tried"
 
 
-def test_wrong_answers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_wrong_answers(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """A kernel that lets all rows of a tree see all."""
     from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
@@ -82,7 +85,7 @@ def test_wrong_answers(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
         return rows
 
     monkeypatch.setattr(tree_gpu, "rows_of", without_mask)
-    assert not tree_gpu.works(layer_of(TritonAttentionImpl, cache_of()))
+    assert not tree_gpu.works(layer_of(TritonAttentionImpl, cache_of(dtype=dtype)))
     assert "wrong answers" in caplog.text
 
 

@@ -187,7 +187,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @in_its_own_process
 @given(cases())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_against_float64(case: Case) -> None:
     assert error_of(case) < ERRORS[case.dtype]
 
@@ -197,8 +197,9 @@ def binary_tree(nodes: int) -> IntArray:
 
 
 @in_its_own_process
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
-@pytest.mark.parametrize("length", [0, 127, 128, 129, 1500])
+@pytest.mark.parametrize(
+    ("head_dim", "length"), [(64, 0), (80, 127), (96, 128), (128, 129), (64, 1500), (128, 1500)]
+)
 def test_parts_of_the_context(head_dim: int, length: int) -> None:
     """As many parts as there can be, more than there is context for, one, and as the GPU would have."""
     from vllm_specx.engine.tree_triton import MOST_PARTS
@@ -214,10 +215,10 @@ def test_a_wrong_mask_is_seen(parts: int) -> None:
     """Siblings that see each other."""
     case = Case([(300, np.array([-1, -1, 0, 1], np.int32))], 1, 1, 64, 16, torch.float32, parts)
     made = step_of(case)
-    assert error_of(case, made) < 2e-5
+    assert error_of(case, made) < ERRORS[torch.float32]
     right = made.plan.masks()
     made.plan.visible[2 * 5 + 1] = 1
-    assert error_of(case, made, masks=right) > 0.001
+    assert error_of(case, made, masks=right) > 100 * ERRORS[torch.float32]
 
 
 @in_its_own_process

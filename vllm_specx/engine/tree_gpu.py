@@ -5,6 +5,7 @@ Not run on a GPU yet; tests/engine/test_tree_gpu.py has it on a CPU, with vLLM's
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -194,28 +195,28 @@ def _works(layer: Any) -> bool:
     if not (torch.equal(keys, key.transpose(0, 1)) and torch.equal(values, value.transpose(0, 1))):
         return False
 
-    for nodes in (1, 40):
+    # Without a context, too: there a row's answer depends most on which rows it sees.
+    for nodes, context in itertools.product((1, 40), (0, length)):
         parents = np.arange(nodes, dtype=np.int32) // 2 - 1
-        plan = alone(parents, length)
-        rows = rows_of(plan, device)
+        rows = rows_of(alone(parents, context), device)
         q, k, v = (normal(nodes + 1, n) for n in (impl.num_heads, *2 * [impl.num_kv_heads]))
         exact = attend_rows(
             q.cpu().double(),
             k.cpu().double(),
             v.cpu().double(),
-            keys.cpu().double(),
-            values.cpu().double(),
+            keys[:, :context].cpu().double(),
+            values[:, :context].cpu().double(),
             torch.from_numpy(visible(parents)),
             impl.scale,
         )
         for parts in (1, 2):
             out = torch.zeros_like(q)
             tree_rows(q, k, v, scratch, impl.scale, rows, table, out, 1, parts)
-            atol = 1e-4 if dtype == torch.float32 else 2e-2
-            if not torch.allclose(out.cpu().double(), exact, rtol=0, atol=atol):
+            error = float((out.cpu().double() - exact).abs().max())
+            if not error < (1e-4 if dtype == torch.float32 else 3e-2):
                 logger.warning(
                     "vllm_specx: the kernel of tree attention gives wrong answers here (%g off).",
-                    float((out.cpu().double() - exact).abs().max()),
+                    error,
                 )
                 return False
     return True
