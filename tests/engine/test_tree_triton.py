@@ -7,8 +7,6 @@ of test_tree_gpu.py that need it, run in a process of their own, which the first
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.interpreted import check_tests
 from vllm_specx.draft.tree import DraftTree, IntArray
 from vllm_specx.engine.tree_gpu import move, read_pages, rows_of
 from vllm_specx.engine.tree_plan import TreePlan, plan_step
@@ -36,15 +35,7 @@ ERRORS = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_in_a_process_of_its_own() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, TRIAL],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=550,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "failed" not in done.stdout
+    check_tests(__file__, TRIAL)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ those of test_v2_pool.py, run in a process of their own, which the first one sta
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.interpreted import check_tests
 from vllm_specx.engine.v2 import ngram_torch
 
 VOCAB = 50
@@ -29,15 +28,7 @@ in_its_own_process = pytest.mark.skipif(
 
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 def test_in_a_process_of_its_own() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, POOL],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "failed" not in done.stdout
+    check_tests(__file__, POOL)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="interpreted kernels are not compiled")

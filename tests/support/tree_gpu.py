@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support.engine import preload
+from tests.support.interpreted import answer, ask, let_vllm_find_triton
 
-ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -53,37 +51,17 @@ def run(
         "engine": {**DEFAULTS, **engine},
     }
     variables = {
-        **os.environ,
-        "LD_PRELOAD": preload(),
-        "TRITON_INTERPRET": "1",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_LOGGING_LEVEL": "INFO",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "SPECX_TEST_SCRIPT": str(folder / "script.json"),
         "SPECX_TEST_COUNTS": str(folder / "counts.json"),
     }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.tree_gpu"],
-        input=json.dumps(request),
-        env=variables,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
-    log = done.stdout + done.stderr
-    if done.returncode or not lines:
-        raise RuntimeError(log[-6000:])
-    return {**json.loads(lines[-1].removeprefix("ANSWER ")), "log": log}
+    return ask("tests.support.tree_gpu", request, variables, timeout)
 
 
 def like_a_gpu() -> None:
     """vLLM takes its Triton attention here, and we take this device for a GPU. Before vLLM is imported."""
-    from tests.support.v2 import _let_vllm_find_triton
-
-    _let_vllm_find_triton()
+    let_vllm_find_triton()
     import torch
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
@@ -143,7 +121,7 @@ def _main() -> None:
             accepted = json.loads(counts.read_text())["tree_accepted"].get("", 0)
         found["tokens"].append(said)
         found["accepted"].append(accepted - before)
-    print("ANSWER " + json.dumps(found), flush=True)
+    answer(found)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,11 @@ and everything about it is decided before vLLM is imported.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from tests.support.engine import preload
+from tests.support.interpreted import answer, ask, let_vllm_find_triton
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
@@ -28,7 +24,6 @@ DEFAULTS: dict[str, Any] = {
     "disable_log_stats": False,
     "kv_cache_memory_bytes": 2**27,
 }
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(
@@ -67,35 +62,13 @@ def run(
         "ks": list(ks),
         "engine": {**DEFAULTS, **engine},
     }
-    variables = {
-        **os.environ,
-        "LD_PRELOAD": preload(),
-        "TRITON_INTERPRET": "1",
-        "VLLM_USE_V2_MODEL_RUNNER": "1",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        **(env or {}),
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.v2"],
-        input=json.dumps(request),
-        env=variables,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
-    log = done.stdout + done.stderr
-    if done.returncode or not lines:
-        raise RuntimeError(log[-6000:])
-    answer: dict[str, Any] = json.loads(lines[-1].removeprefix("ANSWER "))
-    return {**answer, "log": log}
+    variables = {"VLLM_USE_V2_MODEL_RUNNER": "1", **(env or {})}
+    return ask("tests.support.v2", request, variables, timeout)
 
 
 def _main() -> None:
     request = json.load(sys.stdin)
-    _let_vllm_find_triton()
+    let_vllm_find_triton()
     from vllm.plugins import load_general_plugins
 
     load_general_plugins()
@@ -122,7 +95,7 @@ def _main() -> None:
     core = llm.llm_engine.engine_core.engine_core
     counters = {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
     runner = core.model_executor.driver_worker.worker.model_runner
-    answer = {
+    found = {
         "tokens": tokens,
         "counters": counters,
         "scheduled": scheduled,
@@ -131,15 +104,7 @@ def _main() -> None:
         "speculator": type(runner.speculator).__name__,
         "synchronized": synchronized,
     }
-    print("ANSWER " + json.dumps(answer), flush=True)
-
-
-def _let_vllm_find_triton() -> None:
-    """vllm/triton_utils/importing.py looks for a backend of this name; the interpreter needs none."""
-    from triton.backends import backends
-
-    driver = SimpleNamespace(is_active=lambda: True)
-    backends["cpu"] = SimpleNamespace(driver=driver, compiler=None)  # type: ignore[assignment]
+    answer(found)
 
 
 def _schedule_asynchronously() -> None:

@@ -19,17 +19,24 @@ class DraftTime:
     def __init__(self, requests: npt.NDArray[np.float64]) -> None:
         self._requests = requests
         self._recent: dict[int, deque[float]] = {}
-        self._known: tuple[list[float], list[float]] = ([], [])
+        self._medians: dict[int, float] = {}
+        # What at() has said since.
+        self._at: dict[float, float] = {}
 
     def learn(self, row: int, seconds: float) -> None:
         """One step with about requests[row] requests: seconds of one forward."""
         recent = self._recent.setdefault(row, deque(maxlen=_RECENT))
         recent.append(seconds)
-        rows = sorted(self._recent)
-        medians = [sorted(self._recent[each])[len(self._recent[each]) // 2] for each in rows]
-        self._known = self._requests[rows].tolist(), medians
+        self._medians[row] = sorted(recent)[len(recent) // 2]
+        self._at.clear()
 
     def at(self, requests: float) -> float | None:
         """Seconds of one forward; None: none was timed yet."""
-        batches, seconds = self._known
-        return float(np.interp(requests, batches, seconds)) if batches else None
+        if not self._medians:
+            return None
+        seconds = self._at.get(requests)
+        if seconds is None:
+            rows = sorted(self._medians)
+            medians = [self._medians[row] for row in rows]
+            seconds = self._at[requests] = float(np.interp(requests, self._requests[rows], medians))
+        return seconds

@@ -44,8 +44,15 @@ def hooks() -> list[Finding]:
     """The contract: whether this vLLM has every name that we use. Imports vLLM."""
     if contract.vllm_version() == "unknown":
         return []
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    missing = contract.missing_hooks()
+    quiet = "VLLM_LOGGING_LEVEL" not in os.environ
+    if quiet:
+        os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    try:
+        missing = contract.missing_hooks()
+    finally:
+        # Not for what this process starts.
+        if quiet:
+            del os.environ["VLLM_LOGGING_LEVEL"]
     if missing:
         return [
             Finding(

@@ -36,10 +36,11 @@ _SHAPE_MEMORY = 0.98
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A draft whose outcome is not known yet. count: tokens asked for, of one path. at: committed tokens
-    then. tried: it was made and verified whatever it cost."""
+    """A draft whose outcome is not known yet. depth: tokens of its longest path. count: tokens asked for, of
+    one path. at: committed tokens then. tried: it was made and verified whatever it cost."""
 
     draft: DraftTree
+    depth: int
     count: int
     at: int
     tried: bool
@@ -76,43 +77,44 @@ class Gate:
             if not sampled or (asked := self._asked.pop(request, None)) is None:
                 continue
             if asked.at == int(context.num_tokens[i]) - len(sampled):
-                right, made = self._agreed(asked.draft, sampled, asked.tried)
+                right = self._agreed(asked, sampled)
                 # The scheduler may have cut the draft: what it did not verify, it did not refuse.
                 failed = right < min(asked.count, len(sampled))
                 judged.append(request)
-                outcomes.append((asked.count, made, right, failed))
+                outcomes.append((asked.count, asked.depth, right, failed))
         if judged:
             self.prospects.learn(judged, *np.array(outcomes, np.int64).T)
         self.prospects.forget(context.finished)
         for request in context.finished:
             self._asked.pop(request, None)
 
-    def _agreed(self, draft: DraftTree, sampled: Sequence[int], tried: bool) -> tuple[int, int]:
-        """Tokens in a row that were right, of the tokens of a longest path. tried: whatever the draft cost,
-        so that it says nothing of how wide trees are that pay."""
+    def _agreed(self, asked: _Asked, sampled: Sequence[int]) -> int:
+        """Tokens in a row that were right."""
         if not self._trees:
-            return agreeing(draft.tokens, sampled), len(draft.tokens)
-        depth = draft.depth()
-        if depth and not tried:
-            wide = len(draft.tokens) / depth
+            return agreeing(asked.draft.tokens, sampled)
+        # What was tried whatever it cost says nothing of how wide trees are that pay.
+        if asked.depth and not asked.tried:
+            wide = len(asked.draft.tokens) / asked.depth
             self._width += (1.0 - _SHAPE_MEMORY) * (wide - self._width)
-        return sum(right for _, right in outcomes_of(draft, sampled)), depth
+        return sum(right for _, right in outcomes_of(asked.draft, sampled))
 
     def expect(self, context: DraftContext, asked: LongArray, drafts: Sequence[DraftTree]) -> None:
         """The drafts that were made, as asked for."""
         steps = self._trained.draft_steps
-        if steps > 0 and not self._probing and context.costs is not None:
-            depths = (each.depth() if self._trees else len(each.tokens) for each in drafts)
-            longest = max(depths, default=0)
-            self._dropped += (1.0 - _SHAPE_MEMORY) * (max(steps - longest, 0) - self._dropped)
+        tried = self._probing or context.costs is None
+        depths = [each.depth() if self._trees else len(each.tokens) for each in drafts]
+        if steps > 0 and not tried:
+            dropped = max(steps - max(depths, default=0), 0)
+            self._dropped += (1.0 - _SHAPE_MEMORY) * (dropped - self._dropped)
         for i in np.flatnonzero(asked).tolist():
             if context.request_ids[i] in self._trained.missed:
                 continue
             self._asked[context.request_ids[i]] = _Asked(
                 drafts[i],
+                depths[i],
                 int(asked[i]),
                 int(context.num_tokens[i]),
-                self._probing or context.costs is None,
+                tried,
             )
 
     def choose(
